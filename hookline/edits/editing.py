@@ -21,7 +21,7 @@ from hookline.engine.asks import Ask
 from hookline.engine.call_choice import Which, as_calls
 from hookline.engine.calls import Call, RunningCall
 from hookline.engine.checkpointing import awaited
-from hookline.engine.context import Context
+from hookline.engine.context import Context, tracer_of
 from hookline.engine.handlers import KEEP, Handler, add_place
 from hookline.engine.hooking import takes_call
 from hookline.engine.slices import Misfit, check_at, put
@@ -299,7 +299,7 @@ class edit(Context):
 
 def handlers_of(one: edit) -> list[EditHandler]:
     """Return what an edit that is open does, place by place."""
-    tracer = one._tracer
+    tracer = tracer_of(one)
     return [tracer.handler(*key) for key in tracer.asked_keys()] if tracer is not None else []
 
 

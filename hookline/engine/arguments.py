@@ -4,7 +4,7 @@
 - `write(module, args, kwargs, ask, new)`: the arguments with something else there
 - `bind(module, args, kwargs)`: all arguments by name
 - `locate(module, args, kwargs, ask)`: where among them an input port is
-- `names(module)`: the names of the arguments of a module's forward
+- `names(module)`, `positional_names(module)`: the names of the arguments of a module's forward
 """
 
 # Values of any structure have no types.
@@ -23,7 +23,7 @@ from hookline.engine.asks import Ask
 from hookline.errors import ChangeError
 from hookline.values.nested import Path, exact_path, get_part, set_part
 
-__all__ = ["bind", "locate", "names", "read", "write"]
+__all__ = ["bind", "locate", "names", "positional_names", "read", "write"]
 
 _signatures: dict[Any, tuple[list[str], list[str]]] = {}  # by a type's forward
 
@@ -70,6 +70,11 @@ def names(module: nn.Module) -> list[str]:
     ['input']
     """
     return _names(module)[1]
+
+
+def positional_names(module: nn.Module) -> list[str]:
+    """Return the names of the arguments that the forward of a module takes by position."""
+    return _names(module)[0]
 
 
 def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:

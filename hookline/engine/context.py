@@ -1,6 +1,7 @@
 """What the verbs that act at places have in common: asking, entering, leaving, and the exit check.
 
 - `Context`: the base class of `capture`, `edit`, `hook` and of the tools that look at values
+- `targets_of(context)`, `tracer_of(context)`, `see_own_calls(context)`: for the tools
 - `settled(where)`: places that can be gone through again
 - `first_names(model)`, `named_place(target, names)`: places under the first names of modules
 """
@@ -32,7 +33,9 @@ from hookline.errors import ChangeError, NeverFired, NotHookable, PlaceError, wa
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import Step, around, walk
 
-__all__ = ["Context", "first_names", "named_place", "settled"]
+__all__ = [
+    "Context", "first_names", "named_place", "see_own_calls", "settled", "targets_of", "tracer_of",
+]  # fmt: skip
 
 
 def settled(where: Any) -> Any:
@@ -249,6 +252,21 @@ class Context(Entering):
                 matches = f", nor any other of the {len(keys)} places that match {request.asked}"
             handler = tracer.handler(*(lost or missing)[0])
             raise never_fired(handler, self._verb, self._model, self._any_fired(), matches)
+
+
+def targets_of(context: Context) -> list[Target]:
+    """Return the places that an open context was asked for."""
+    return [target for request in context._requests for target in request.targets]
+
+
+def tracer_of(context: Context) -> Any:
+    """Return the tracer of a context; None if it was never entered."""
+    return context._tracer
+
+
+def see_own_calls(context: Context, own: bool = True) -> None:
+    """Let a context see only the calls of the thread or task that enters it, or all calls."""
+    context._owned = own
 
 
 def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:

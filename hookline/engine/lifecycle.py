@@ -1,6 +1,8 @@
 """Entering and leaving: what all verbs that change or watch a model have in common.
 
 - `Entering`: acts inside `with`, or from `.attach()` to `.remove()`; never before
+- `enter(context, attached)`, `leave(context)`, `is_open(context)`: for contexts made of others
+- `never_forgotten(context)`: let a context be dropped that was not entered
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from hookline.errors import UsageError, warn_outside
 from hookline.torch_checks import require
 from hookline.torch_private import compiler_is_loaded, compiler_is_used, is_compiler_error
 
-__all__ = ["Entering"]
+__all__ = ["Entering", "enter", "is_open", "leave", "never_forgotten"]
 
 
 class Entering:
@@ -189,6 +191,26 @@ class Entering:
         )
         state = "attached" if self._attached else "open" if self._open else "closed"
         return f"<hookline {self._verb}{asked and ' at '}{asked}, {state}>"
+
+
+def enter(context: Entering, attached: bool) -> None:
+    """Enter a context that is a part of another one; it gives its result to nobody."""
+    context._enter(attached)
+
+
+def leave(context: Entering) -> None:
+    """Leave a context that is a part of another one, without the check at the end."""
+    context._leave()
+
+
+def is_open(context: Entering) -> bool:
+    """Return True if a context acts now."""
+    return context._open
+
+
+def never_forgotten(context: Entering) -> None:
+    """Do not warn if a context is dropped that was not entered."""
+    context._entered = True
 
 
 def _closed(kind: type[Entering]) -> Entering:

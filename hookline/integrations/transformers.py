@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hookline.engine.lifecycle import is_open
 from hookline.guards.guarding import guard
 from hookline.integrations.optional_libraries import load
 from hookline.training.watching import watch
@@ -54,7 +55,7 @@ class WatchCallback(_Base):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the numbers of the trainer, at the step that has just ended."""
-        if self.watch is not None and self.watch._open:
+        if self.watch is not None and is_open(self.watch):
             logs: dict[str, Any] = kwargs.get("logs") or {}
             numbers = {n: v for n, v in logs.items() if isinstance(v, (int, float))}
             self.watch.log(max(state.global_step - 1, 0), **numbers)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hookline.edits.changes import Chain, Change, replace
 from hookline.edits.editing import as_change, edit
 from hookline.engine.call_choice import Which, as_calls
-from hookline.engine.lifecycle import Entering
+from hookline.engine.lifecycle import Entering, enter, leave
 from hookline.errors import HooklineError, RecipeError
 from hookline.places.resolution import Where
 from hookline.recipes.json_format import RecipeReader, RecipeWriter
@@ -279,7 +279,7 @@ class Applied(Entering):
             part = _EntryEdit(self._model, entry, f"hookline: in {which}")
             part.owner = self if attached else None
             try:
-                part._enter(attached)
+                enter(part, attached)
             except HooklineError as error:
                 kind = type(self._model).__name__
                 raise RecipeError(
@@ -291,7 +291,7 @@ class Applied(Entering):
 
     def _stop(self) -> None:
         for part in reversed(self._edits):
-            part._leave()
+            leave(part)
 
     def _verify(self) -> None:
         for part in self._edits:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from hookline.captures.capturing import capture
 from hookline.engine.calls import Call, key_of
-from hookline.engine.context import first_names, named_place, settled
+from hookline.engine.context import first_names, named_place, see_own_calls, settled, targets_of
 from hookline.engine.hooking import hook
-from hookline.engine.lifecycle import Entering
+from hookline.engine.lifecycle import Entering, enter, leave, never_forgotten
 from hookline.engine.slices import Misfit, take
 from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsError, warn_outside
 from hookline.isolation.batches import check_mask_name, is_series, not_series_error
@@ -220,17 +220,17 @@ class _Measuring(Entering):
             # Last, so that the places of the model's own output have been seen when it is called.
             parts.append(hook(self._model, "", self._one_batch))
         for part in parts:
-            part._entered = part._owned = True  # should an earlier one fail; for this thread
+            never_forgotten(part)  # should an earlier one fail
+            see_own_calls(part)
         for part in parts:
-            part._enter(attached)
+            enter(part, attached)
             self._hooks.append(part)
-        targets = [target for request in self._observer._requests for target in request.targets]
-        self._silent = {target.key: target for target in targets}
+        self._silent = {target.key: target for target in targets_of(self._observer)}
         self._asked = len(self._silent)
 
     def _stop(self) -> None:
         for part in reversed(self._hooks):
-            part._leave()
+            leave(part)
 
     if TYPE_CHECKING:
 

@@ -19,6 +19,7 @@ from hookline.compat.nethook.optional_arguments import Invocation
 from hookline.compat.nethook.retained_values import UnreadWarning
 from hookline.compat.nethook.traced_layers import LayerOptions, Traced
 from hookline.engine.calls import Call
+from hookline.engine.context import targets_of
 from hookline.engine.hooking import hook
 from hookline.errors import PlaceError, warn_outside
 
@@ -106,8 +107,7 @@ class _Tracing:
         self._contexts.append(context)
         context.__enter__()
         # One request for each place, in their order; a shared module has several names.
-        for traced, request in zip(layers, context._requests, strict=True):
-            (target,) = request.targets
+        for traced, target in zip(layers, targets_of(context), strict=True):
             if target.attribute is not None:
                 get_module(self._module, _name(traced))  # raises: it is a parameter
             found.setdefault(target.ident, []).append(traced)

@@ -18,6 +18,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.captures.record import captured
+from hookline.engine.context import see_own_calls
 from hookline.torch_private import submodules_of
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class NamedLayers:
         if not self.layers:
             return nullcontext()
         context = hl.hook(self._model, (self._given, port), function)
-        context._owned = own
+        see_own_calls(context, own)
         return context
 
     @contextmanager

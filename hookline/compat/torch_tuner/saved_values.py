@@ -49,7 +49,7 @@ def plain(value: Any, function: Callable[[Tensor], Any], above: tuple[int, ...] 
 
 def first_argument(module: nn.Module) -> Part:
     """Return the name of the first argument; a number if the forward takes `*args`."""
-    return next(iter(arguments._names(module)[0]), 0)
+    return next(iter(arguments.positional_names(module)), 0)
 
 
 def arguments_of(word: str, given: dict[Part, Any], module: nn.Module) -> list[Value]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.attention_patterns.patterns import Patterns
-from hookline.captures.record import Record
+from hookline.captures.record import Record, model_of
 from hookline.engine.offloading import data_of
 from hookline.errors import FigureError, HooklineError
 from hookline.places.grammar import DEEP, Segment, parse
@@ -87,7 +87,7 @@ def _gathered(source: Any, where: Any, grads: bool) -> list[NamedTensors]:
 def named_places(source: Any, where: Any) -> list[str]:
     """Return the places of a source that were asked for."""
     held = source.places()
-    model = source._model() if isinstance(source, Record) and source._model else None
+    model = model_of(source) if isinstance(source, Record) else None
     if model is not None and not _is_text(where) and where is not None:
         chosen = set(select(model, where))
         held = [place for place in held if place in chosen]
