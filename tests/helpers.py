@@ -94,6 +94,12 @@ def work_of(function: Callable[[], object]) -> int:
     return count
 
 
+def objects_alive() -> int:
+    """How many objects Python's garbage collector knows, once it has run."""
+    gc.collect()
+    return len(gc.get_objects())
+
+
 # -- gradients by cutting the graph ---------------------------------------------------------------
 
 

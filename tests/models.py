@@ -48,6 +48,23 @@ class Nothing(torch.autograd.Function):
         return None
 
 
+class Token:
+    """Stands in the graph of what was computed: alive as long as the graph is."""
+
+
+class Mark(torch.autograd.Function):
+    """The identity, which leaves a token in the graph."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, token: object) -> torch.Tensor:
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
 class Swallowing(nn.Module):
     """Runs a layer in a `try` that catches what it is told to catch."""
 

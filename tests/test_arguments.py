@@ -9,7 +9,6 @@ from models import Giving
 from torch import nn
 
 import hookline as hl
-from hookline.core.arguments import bind
 
 ONE, TWO, THREE = (torch.tensor([float(n)]) for n in (1, 2, 3))
 
@@ -293,7 +292,10 @@ def test_two_instances_with_forwards_of_their_own_do_not_share_names():
 
 
 def test_the_arguments_of_torchs_own_modules_have_their_names():
-    assert bind(nn.Bilinear(1, 1, 1), (ONE,), {"input2": TWO}) == {"input1": ONE, "input2": TWO}
+    bilinear = nn.Bilinear(1, 1, 1)
+    with hl.capture(bilinear, ":inputs") as record:
+        bilinear(ONE, input2=TWO)
+    assert record[":inputs"] == {"input1": ONE, "input2": TWO}
     attention = nn.MultiheadAttention(4, 2)
     x = torch.ones(2, 1, 4)
     with hl.capture(attention, ":inputs[key]", ":inputs[need_weights]") as record:

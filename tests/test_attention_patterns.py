@@ -433,11 +433,12 @@ def test_a_compiled_model_runs_eagerly_in_the_block():
 
 def test_torchs_own_layers_are_not_looked_at_by_a_wildcard():
     model = transformer()
+    own = {name for name, m in model.named_modules() if type(m).__module__.startswith("torch.")}
     with hl.attention(model):
-        assert {name.partition("._")[0] for name in hooks_left(model)} == {
-            "0", "0.attn", "1", "1.attn",
-        }  # fmt: skip
+        hooked = {name.partition("._")[0] for name in hooks_left(model)}
         model(batch())
+    assert hooked
+    assert not hooked & own
 
 
 # -- written out ----------------------------------------------------------------------------------

@@ -1523,7 +1523,7 @@ def test_layers_can_be_retained_no_longer():
         inst.retain_layers(["0", "1"])
         inst.edit_layer("1", offset=1.0)
         inst.stop_retaining_layers(["0", "1", "2"])
-        assert hooks_left(model) == ["1._forward_hooks", "1._forward_hooks_with_kwargs"]
+        assert {name.partition(".")[0] for name in hooks_left(model)} == {"1"}
         result = inst(X)
         assert inst.retained_features() == {}
         assert torch.equal(result, linear(model[2], linear(model[0], X).relu() + 1))

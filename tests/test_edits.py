@@ -475,15 +475,17 @@ def test_at_works_on_gradients_and_parts_and_parameters():
 
 
 def test_a_function_as_at_cannot_be_written_to():
+    model = mlp()
     with pytest.raises(hl.ChangeError, match="only be read from"):
-        with hl.edit(mlp(), "0", hl.zero(), at=lambda value: value[0]) as context:
-            context._model(X)
+        with hl.edit(model, "0", hl.zero(), at=lambda value: value[0]):
+            model(X)
 
 
 def test_what_does_not_fit_the_slice_shows_both_sides():
+    model = mlp()
     with pytest.raises(hl.ChangeError, match=r"\(4,\).*\(5,\)"):
-        with hl.edit(mlp(), "0", hl.add(torch.ones(4)), at=np.s_[:, 1]) as context:
-            context._model(X)
+        with hl.edit(model, "0", hl.add(torch.ones(4)), at=np.s_[:, 1]):
+            model(X)
 
 
 # -- calls --------------------------------------------------------------------------------------
@@ -574,11 +576,12 @@ def test_of_a_type_one_match_must_be_edited():
         def forward(self, x):
             return self.used(x)
 
-    with hl.edit(Half(), nn.Linear, hl.zero()) as context:
-        context._model(X)
+    model = Half()
+    with hl.edit(model, nn.Linear, hl.zero()):
+        model(X)
     with pytest.raises(hl.NeverFired, match="'unused'"):
-        with hl.edit(Half(), ["used", "unused"], hl.zero()) as context:
-            context._model(X)
+        with hl.edit(model, ["used", "unused"], hl.zero()):
+            model(X)
 
 
 def test_edits_stack_in_the_order_they_were_entered():

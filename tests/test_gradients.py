@@ -15,14 +15,19 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from helpers import FOLLOWING, assert_clean, assert_exact_or_refused, cut, weigh
+from helpers import (
+    FOLLOWING,
+    assert_clean,
+    assert_exact_or_refused,
+    cut,
+    objects_alive,
+    weigh,
+)
 from models import MAKERS, VIEWERS, EndsInLinear, Giving, Nothing, QueryKeyValue, small
 from torch import nn
 from torch.autograd import Function
 
 import hookline as hl
-from hookline.core import arms
-from hookline.records import gradient_logs
 from hookline.values.nested import leaves
 
 
@@ -65,7 +70,7 @@ def told(record, place):
 @pytest.mark.parametrize("made", [*MAKERS, *VIEWERS, "identity", "a parameter"])
 @pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
 def test_a_place_asked_for_alone_tells_the_same_as_with_others(made, following, place):
-    # Alone it is served by a log, with another hook on the module by the general way.
+    # The user's own hook on the module makes every call one with something unusual about it.
     others = {"identity": (nn.Identity, (2, 4)), "a parameter": (Returning, (2, 4))}
     make, shapes = (MAKERS | VIEWERS | others)[made]
     shapes = shapes if isinstance(shapes[0], tuple) else [shapes]
@@ -1513,36 +1518,18 @@ def test_nothing_is_left_on_a_graph_that_outlives_the_with():
 
 def test_handles_do_not_pile_up_over_many_calls():
     lin, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    alive = []
     with hl.capture(lin, ":grad_output", ":grad_input", keep="last") as record:
-        for _ in range(1500):
-            lin(x)
+        for _ in range(2):
+            for _ in range(1500):
+                lin(x)
+            alive.append(objects_alive())
         lin(x).sum().backward()
-        (context,) = hl.attached(lin)
-        assert len(context._handles) < 1200
+    assert alive[1] - alive[0] < 1200
     assert record[":grad_output"].tolist() == [[1, 1]]
 
 
-@pytest.mark.parametrize("before", [0, 1])
-def test_a_hook_that_is_put_on_a_tensor_directly_is_like_a_registered_one(before):
-    results = []
-    for ours in (True, False):
-        leaf = torch.ones(2, requires_grad=True)
-        y, seen = leaf * 3, []
-        for _ in range(before):
-            y.register_hook(lambda g: g * 2)
-        handles = arms.Handles()
-        for function in (lambda g, seen=seen: seen.append(g.tolist()), lambda g: g * 10):
-            (handles.put if ours else handles.add)(y, function)
-        y.sum().backward(retain_graph=True)
-        again = arms.Handles(handles)
-        handles.remove_all()
-        again.remove_all()
-        y.sum().backward()
-        results.append((leaf.grad.tolist(), seen, len(y._backward_hooks)))
-    assert results[0] == results[1]
-
-
-# -- layers of torch, which need no hook before a call ---------------------------------------------
+# -- layers of torch ------------------------------------------------------------------------------
 
 
 def by_name(model, x):
@@ -1597,18 +1584,23 @@ WAYS = [
 ]  # fmt: skip
 
 
+# What is known of the layers of torch is not known of classes that a user derives from them.
+class OwnLinear(nn.Linear):
+    """A class of the user, of which it is not known that its output is a new tensor."""
+
+
+class OwnSiLU(nn.SiLU):
+    """The same for a module without parameters."""
+
+
 @pytest.mark.parametrize("shape", [(4, 3), (4, 2, 3)], ids=["made", "view"])
 @pytest.mark.parametrize("run", WAYS, ids=lambda run: run.__qualname__.split(".")[0])
-def test_layers_of_torch_tell_the_same_with_and_without_a_hook_before_each_call(
-    run, shape, monkeypatch
-):
-    def told():
+def test_layers_of_torch_tell_the_same_with_and_without_a_hook_before_each_call(run, shape):
+    def told(linear, silu):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), nn.SiLU())
+        model = nn.Sequential(linear(3, 3), silu())
         x = torch.randn(shape, requires_grad=True)
-        before = model[0]._forward_pre_hooks
         with hl.capture(model, "0:grad_output", "1:grad_output") as record:
-            hooks = len(before)
             out = run(model, x)
             (out * torch.arange(out.numel()).reshape(out.shape)).sum().backward()
         found = []
@@ -1618,12 +1610,9 @@ def test_layers_of_torch_tell_the_same_with_and_without_a_hook_before_each_call(
             except hl.GradientNotAvailable as error:
                 found.append(str(error))
         assert_clean(model)
-        return hooks, found
+        return found
 
-    (quick_hooks, quick), _ = told(), monkeypatch.setattr(gradient_logs, "_MAKERS", set())
-    hooks, thorough = told()
-    assert (quick_hooks, hooks) == (0, 1)
-    assert quick == thorough
+    assert told(nn.Linear, nn.SiLU) == told(OwnLinear, OwnSiLU)
 
 
 @pytest.mark.parametrize("where", [":grad_output", ":grad_input", ":grad_inputs[input]"])

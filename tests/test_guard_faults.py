@@ -4,6 +4,7 @@ The oracle is the case itself: each puts one fault into one known module between
 """
 
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -829,7 +830,7 @@ def exchange_a_module(model):
 @pytest.mark.parametrize("careful", [False, True])
 def test_gradients_of_parameters_that_came_while_it_guards_are_looked_at(exchange, careful):
     model = nn.Sequential(nn.Linear(4, 4), Doing(torch.abs), nn.Linear(4, 2))
-    with hl.guard(model, to=None, careful=careful) as guarding:
+    with hl.guard(model, to=None, careful=careful):
         model(torch.ones(2, 4)).sum().backward()
         exchange(model)
         model[1].function = lambda x: torch.sqrt(x * 0) + x
@@ -837,18 +838,23 @@ def test_gradients_of_parameters_that_came_while_it_guards_are_looked_at(exchang
             model(torch.ones(2, 4)).sum().backward()
         assert found.value.fault.path == "1"
         assert found.value.fault.backward
-    assert guarding._later == []
 
 
 def test_parameters_that_a_call_alone_was_given_are_let_go():
-    model = nn.Sequential(nn.Linear(4, 4))
-    with hl.guard(model, to=None) as guarding:
+    model, seen = nn.Sequential(nn.Linear(4, 4)), []
+
+    def given_alive():
+        return sum(parameter() is not None for parameter in seen)
+
+    with hl.guard(model, to=None):
         for _ in range(5):
             given = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+            seen += map(weakref.ref, given.values())
             torch.func.functional_call(model, given, (torch.ones(2, 4),)).sum().backward()
-            assert len(guarding._later) == 2
+            del given
+            assert given_alive() == 2
         model(torch.ones(2, 4)).sum().backward()
-        assert guarding._later == []
+        assert given_alive() == 0
 
 
 @pytest.mark.parametrize("careful", [False, True])

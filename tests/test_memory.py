@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_clean
-from models import small
+from helpers import assert_clean, objects_alive
+from models import Mark, Token, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -177,11 +177,6 @@ ATTACHED = {
 }
 
 
-def objects_alive():
-    gc.collect()
-    return len(gc.get_objects())
-
-
 @pytest.mark.parametrize("mode", ["train", "eval", "exception", "checkpoint"])
 @pytest.mark.parametrize("make", ATTACHED.values(), ids=ATTACHED.keys())
 def test_an_attachment_does_not_grow_with_the_number_of_calls(make, mode):
@@ -217,23 +212,6 @@ def test_an_attachment_does_not_grow_with_the_number_of_calls(make, mode):
 
 
 # -- what is collectable --------------------------------------------------------------------------
-
-
-class Token:
-    """Stands in the graph of what was computed: alive as long as the graph is."""
-
-
-class Mark(torch.autograd.Function):
-    """The identity, which leaves a token in the graph."""
-
-    @staticmethod
-    def forward(ctx, x, token):
-        ctx.token = token
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 def forward(model):

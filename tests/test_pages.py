@@ -433,8 +433,9 @@ def test_findings_name_what_is_broken_dead_or_zero():
             self.dead(x.abs() * torch.tensor([1.0, 0, 0, 0]))
             return self.none(x * 0)
 
-    with hl.capture(Odd(), "bad", "dead", "none") as record:
-        Odd.__call__(record._model(), torch.randn(5, 4))
+    model = Odd()
+    with hl.capture(model, "bad", "dead", "none") as record:
+        model(torch.randn(5, 4))
     found = [(f["kind"], f["place"], f["severity"]) for f in page_of(record).content["findings"]]
     assert found == [
         ("not finite", "bad", "error"),
