@@ -9,7 +9,7 @@ import accelerate
 import peft
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, bits, state_bits
+from oracles import assert_clean, assert_same_state, bits, state_bits
 from torch import nn
 from torchao.quantization import (
     Int8DynamicActivationInt8WeightConfig,

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from helpers import assert_clean
 from models import Giving
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl

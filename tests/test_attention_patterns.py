@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean, hooks_left, steps
+from oracles import assert_clean, hooks_left, work_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -858,7 +858,7 @@ def test_a_pattern_is_read_without_going_through_the_other_calls(model):
                 model(query, query, query)
         assert torch.equal(patterns["", 3], patterns.calls("")[3])
         assert torch.equal(patterns["", -1], patterns.calls("")[-1])
-        work[count] = steps(lambda found=patterns: found["", 7])
+        work[count] = work_of(lambda found=patterns: found["", 7])
         assert len(patterns.calls("")) == count
         torch.testing.assert_close(patterns["", 7].sum(-1), torch.ones(1, 1, 2))
         with pytest.raises(hl.NotCaptured, match=f"There are {count} calls"):

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import assert_clean
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl

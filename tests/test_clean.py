@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from helpers import assert_clean, hooks_left
 from models import Failing, Swallowing, small
+from oracles import assert_clean, hooks_left
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

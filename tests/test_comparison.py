@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, state_bits
+from oracles import assert_clean, assert_same_state, state_bits
 from torch import nn
 
 import hookline as hl

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean, bits, hooks_left, steps
 from models import Failing, Giving, Recursive, Swallowing, named, small
+from oracles import assert_clean, bits, hooks_left, work_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -1031,7 +1031,7 @@ def test_finding_layers_does_not_depend_on_the_size_of_the_model(monkeypatch):
         model = nn.Sequential(*(nn.Sequential(nn.Identity(), nn.Identity()) for _ in range(blocks)))
         names = [f"{n}.1" for n in range(8)]
         nethook.TraceDict(model, names, retain_input=True).close()  # what is cached, is cached
-        return steps(lambda: nethook.TraceDict(model, names, retain_input=True).close())
+        return work_of(lambda: nethook.TraceDict(model, names, retain_input=True).close())
 
     def scanned(self, *args, **kwargs):
         raise AssertionError("named_modules was scanned")
@@ -1046,7 +1046,7 @@ def test_the_work_per_layer_does_not_depend_on_how_many_are_traced():
     def work(count):
         names = [str(n) for n in range(count)]
         nethook.TraceDict(model, names).close()
-        return steps(lambda: nethook.TraceDict(model, names).close())
+        return work_of(lambda: nethook.TraceDict(model, names).close())
 
     few, more, many = work(1), work(101), work(199)
     assert many - more < (more - few) * 1.1

@@ -12,8 +12,8 @@ from textwrap import dedent
 import pytest
 import torch
 import torch.distributions as dist
-from helpers import assert_clean, bits
 from models import Failing, small
+from oracles import assert_clean, bits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

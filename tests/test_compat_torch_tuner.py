@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch_tuner
-from helpers import assert_clean, bits, cut, weigh
+from oracles import assert_clean, bits, cut, weigh
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -9,8 +9,8 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 import torch._dynamo
-from helpers import assert_clean
 from models import Giving
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl

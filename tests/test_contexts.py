@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, hooks_left
 from models import Failing, Recursive, Swallowing, small
+from oracles import assert_clean, hooks_left
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

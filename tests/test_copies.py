@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 import torch
-from helpers import HOOK_DICTS, assert_clean
 from models import small
+from oracles import HOOK_DICTS, assert_clean
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

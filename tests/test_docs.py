@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from environment import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NO_RUN = "<!-- no-run -->"
 BLOCK = re.compile(

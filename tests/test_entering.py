@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed.fsdp  # some things are looked for only where it is loaded
 import torch.nn.functional as F
-from helpers import since_the_reset, work_of
+from environment import since_the_reset
+from oracles import work_of
 from torch import nn
 
 import hookline as hl

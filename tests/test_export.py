@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.package
-from helpers import assert_clean, assert_same_state, bits, hooks_left, state_bits, weigh
+from oracles import assert_clean, assert_same_state, bits, hooks_left, state_bits, weigh
 from torch import Tensor, fx, nn
 from torch.ao import quantization
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap

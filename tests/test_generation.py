@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, hooks_left
+from oracles import assert_clean, hooks_left
 from torch import nn
 
 import hookline as hl

@@ -11,8 +11,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from helpers import FOLLOWING, assert_clean, weigh
 from models import MAKERS, VIEWERS, EndsInLinear, Giving, Nothing, QueryKeyValue, small
+from oracles import FOLLOWING, assert_clean, weigh
 from torch import nn
 
 import hookline as hl

@@ -15,15 +15,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    FOLLOWING,
-    assert_clean,
-    assert_exact_or_refused,
-    cut,
-    objects_alive,
-    weigh,
-)
 from models import MAKERS, VIEWERS, EndsInLinear, Giving, Nothing, QueryKeyValue, small
+from oracles import FOLLOWING, assert_clean, assert_exact_or_refused, cut, objects_alive, weigh
 from torch import nn
 from torch.autograd import Function
 

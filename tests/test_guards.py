@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from faults import INF, Doing
-from helpers import assert_clean, hooks_left, objects_alive
 from models import Mark, Token
+from oracles import assert_clean, hooks_left, objects_alive
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -7,18 +7,17 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from environment import ROOT
 from test_harvesting import LargeBatches, check_mean, small
 from torch import nn
 
 import hookline as hl
 from hookline.integrations.ray import Harvester
 
-ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
 RANKS = """

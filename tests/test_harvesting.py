@@ -24,7 +24,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, bits
+from environment import ROOT
+from oracles import assert_clean, bits
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -37,8 +38,6 @@ from hookline.harvests import statistics as harvest_statistics
 from hookline.harvests.fingerprints import digest, fingerprint, spell
 from hookline.storage import shards as store_shards
 from hookline.storage import writing as store_writing
-
-ROOT = Path(__file__).parents[1]
 
 
 def small(seed=0):

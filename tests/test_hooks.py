@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean
 from models import Giving, Recursive, small
+from oracles import assert_clean
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_clean, objects_alive
 from models import Mark, Token, small
+from oracles import assert_clean, objects_alive
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,10 +7,10 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_clean, steps
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import Giving
+from oracles import assert_clean, work_of
 from torch import Tensor, nn
 from torch.distributions import (
     Bernoulli,
@@ -462,7 +462,7 @@ def test_a_shared_structure_is_not_walked_along_every_path():
             value = [value, value]
         model = Giving(lambda value=value: value)
         with hl.capture(model, "") as record:
-            counts.append(steps(model))
+            counts.append(work_of(model))
         kept = record[""]
         for _ in range(depth):
             assert kept[0] is kept[1]

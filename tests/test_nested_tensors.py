@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_clean
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl

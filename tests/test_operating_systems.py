@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from environment import ROOT
 from safetensors.torch import load_file
 
 import hookline as hl
@@ -18,7 +19,6 @@ from hookline import operating_system
 from hookline.pages.files import why_not
 from hookline.storage.small_files import most_files, replace_file
 
-ROOT = Path(__file__).parents[1]
 ON_WINDOWS = """
 import json, os, sys, threading, time
 sys.path[:0] = ["tests", "."]

@@ -12,7 +12,7 @@ from contextlib import ExitStack, nullcontext, suppress
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, bits, state_bits
+from oracles import assert_clean, assert_same_state, bits, state_bits
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_map

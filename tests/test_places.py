@@ -9,8 +9,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean, steps
 from models import Giving, named, small
+from oracles import assert_clean, work_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
@@ -643,7 +643,7 @@ def test_the_steps_of_select_grow_with_the_modules_not_with_their_square(where):
         model = wide(size)
         asked = where(model)
         hl.select(model, *asked)  # the spellings are parsed once
-        counts.append(steps(lambda model=model, asked=asked: hl.select(model, *asked)))
+        counts.append(work_of(lambda model=model, asked=asked: hl.select(model, *asked)))
     assert counts[1] < 5 * counts[0]
     assert counts[1] < 200 * 1000
 
@@ -656,7 +656,7 @@ def test_reading_a_record_takes_steps_that_grow_with_the_places():
             model(torch.ones(1))
         modules = list(model.children())
         counts.append(
-            steps(lambda r=record, m=modules: [[r[module] for module in m], [*r.items()]])
+            work_of(lambda r=record, m=modules: [[r[module] for module in m], [*r.items()]])
         )
     assert counts[1] < 6 * counts[0]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_clean
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl

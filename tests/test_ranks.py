@@ -10,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import TORCH, assert_clean, bits, since_the_reset
+from environment import TORCH, since_the_reset
+from oracles import assert_clean, bits
 from ranks import on_ranks
 from torch import Tensor, distributed, nn
 

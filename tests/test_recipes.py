@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, state_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import small
+from oracles import assert_clean, assert_same_state, state_bits
 from torch import nn
 
 import hookline as hl

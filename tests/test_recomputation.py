@@ -6,8 +6,8 @@ import gc
 
 import pytest
 import torch
-from helpers import assert_clean
 from models import Giving, small
+from oracles import assert_clean
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

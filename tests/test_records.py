@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, work_of
 from models import Swallowing, small
+from oracles import assert_clean, work_of
 from torch import nn
 
 import hookline as hl

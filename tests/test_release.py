@@ -7,13 +7,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
+from environment import ROOT
 
 import hookline
-
-ROOT = Path(__file__).parents[1]
 
 WITHOUT_EXTRAS = """
 import sys

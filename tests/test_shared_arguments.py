@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 import torch
-from helpers import assert_clean, weigh
 from models import Giving
+from oracles import assert_clean, weigh
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

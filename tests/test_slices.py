@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, state_bits
 from models import Giving
+from oracles import assert_clean, assert_same_state, state_bits
 from torch import nn
 
 import hookline as hl

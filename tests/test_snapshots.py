@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean
 from models import Giving
+from oracles import assert_clean
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import dlpack

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from faults import Doing
-from helpers import assert_clean, assert_same_state, state_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Swallowing, small
+from oracles import assert_clean, assert_same_state, state_bits
 from safetensors import SafetensorError
 from torch import nn
 

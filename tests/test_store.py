@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from environment import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -36,7 +37,6 @@ from hookline.storage import space as store_space
 from hookline.storage import writing as store_writing
 
 HEADER = 65536
-ROOT = Path(__file__).parents[1]
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64,

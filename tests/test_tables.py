@@ -6,11 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from environment import ROOT
 
-ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 FILES = (
     "overhead", "compiled", "side_by_side", "summary", "store", "harvest", "guard", "watch",

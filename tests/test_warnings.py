@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import weigh
 from models import small
+from oracles import weigh
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

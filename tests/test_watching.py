@@ -13,8 +13,8 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, hooks_left
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from oracles import assert_clean, hooks_left
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -2,15 +2,14 @@
 
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 import yaml
+from environment import ROOT
 
 import hookline
 from hookline.supported_versions import NEWEST_TORCH, OLDEST_TORCH, PYTHONS
 
-ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 TEMPLATES = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 CITATION = ROOT / "CITATION.cff"

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,11 +24,6 @@ HOOK_DICTS = (
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
-)
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-since_the_reset = pytest.mark.skipif(
-    TORCH < (2, 13), reason="before torch 2.13, FSDP2 cannot be reset"
 )
 
 
@@ -150,21 +144,3 @@ def assert_exact_or_refused(record, place, expected, because) -> None:
         reason = because
         torch.testing.assert_close(found, expected)
     assert because in reason
-
-
-def steps(function: Callable[[], object]) -> int:
-    """How many lines of Python a call runs: what grows with the work, and not with the machine."""
-    count = 0
-
-    def trace(frame: object, event: str, argument: object) -> object:
-        nonlocal count
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return count
