@@ -4,9 +4,37 @@ import torch
 from torch import nn
 
 
-def small() -> nn.Sequential:
-    """Linear, ReLU, Linear: 3 → 4 → 2."""
+def small(seed: int | None = None) -> nn.Sequential:
+    """Linear, ReLU, Linear: 3 → 4 → 2. With a seed the weights are the same every time."""
+    if seed is not None:
+        torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def mlp() -> nn.Sequential:
+    """Linear, Tanh, Linear: 3 → 4 → 2, with the same weights every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+class OneOfTwo(nn.Module):
+    """Has two layers and runs the first."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+class SometimesTuple(nn.Module):
+    """Returns a tensor, or a tuple if it is given something more."""
+
+    def forward(self, x: torch.Tensor, extra: object = None, fails: bool = False) -> object:
+        if fails:
+            raise ValueError("as asked")
+        return x * 2 if extra is None else (x + extra,)
 
 
 class Recursive(nn.Module):
@@ -83,14 +111,14 @@ class Swallowing(nn.Module):
 
 
 class Giving(nn.Module):
-    """Returns what a function of its arguments returns, or a fixed value."""
+    """Calls a function of its arguments, or returns a fixed value."""
 
-    def __init__(self, gives: object) -> None:
+    def __init__(self, function: object) -> None:
         super().__init__()
-        self.gives = gives
+        self.function = function
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return self.gives(*args, **kwargs) if callable(self.gives) else self.gives
+        return self.function(*args, **kwargs) if callable(self.function) else self.function
 
 
 def named(*names: str) -> nn.Sequential:

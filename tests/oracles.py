@@ -2,7 +2,9 @@
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -144,3 +146,72 @@ def assert_exact_or_refused(record, place, expected, because) -> None:
         reason = because
         torch.testing.assert_close(found, expected)
     assert because in reason
+
+
+# -- hooks written by hand ------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What hooks written by hand see of modules: by path, one value for each call."""
+
+    result: Any = None  # of the run
+    order: list[str] = field(default_factory=list)  # the paths, as the calls ended
+    inputs: dict[str, list[Any]] = field(default_factory=dict)
+    outputs: dict[str, list[Any]] = field(default_factory=dict)
+    grad_outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def places(self) -> dict[str, list[Any]]:
+        """The values by place."""
+        ports = {":input": self.inputs, "": self.outputs, ":grad_output": self.grad_outputs}
+        return {f"{path}{port}": ports[port][path] for port in ports for path in ports[port]}
+
+
+def copied(value: Any) -> Any:
+    """A copy of a tensor; any other value as it is."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def by_hand(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    paths: Iterable[str] | None = None,
+    *,
+    gradients: bool = False,
+    keep: Callable[[Any], Any] = copied,
+) -> Seen:
+    """Run a model under hooks written by hand, on all modules or on those at some paths."""
+    seen, handles = Seen(), []
+
+    def note(values: dict[str, list[Any]], path: str, value: Any) -> None:
+        values.setdefault(path, []).append(keep(value))
+
+    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for first in [*args, *kwargs.values()][:1]:
+            note(seen.inputs, path, first)
+
+    def after(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        seen.order.append(path)
+        note(seen.outputs, path, output)
+        if gradients and isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(partial(note, seen.grad_outputs, path))
+
+    modules = dict(model.named_modules())
+    try:
+        for path in modules if paths is None else paths:
+            hook = partial(before, path)
+            handles.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
+            handles.append(modules[path].register_forward_hook(partial(after, path)))
+        seen.result = run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+@torch.no_grad()
+def rows_by_hand(model: nn.Module, batches: Iterable[Any], *paths: str) -> dict[str, torch.Tensor]:
+    """The outputs of modules over all batches, joined along the first dimension."""
+    seen = by_hand(model, lambda model: [model(batch) for batch in batches], paths)
+    return {path: torch.cat(seen.outputs[path]) for path in paths}

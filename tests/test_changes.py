@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from models import mlp
 from oracles import assert_clean
 from torch import nn
 
@@ -660,13 +661,8 @@ def test_dropout_passes_gradients_through_what_it_keeps():
 # -- patch --------------------------------------------------------------------------------------
 
 
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
 def test_patch_puts_in_what_another_run_had():
-    model, clean, corrupt = small(), torch.randn(5, 3), torch.randn(5, 3)
+    model, clean, corrupt = mlp(), torch.randn(5, 3), torch.randn(5, 3)
     with hl.capture(model, "0") as record:
         expected = model(clean)
     with hl.edit(model, "0", hl.patch(record)):
@@ -676,7 +672,7 @@ def test_patch_puts_in_what_another_run_had():
 
 
 def test_patch_is_detached_from_the_other_run():
-    model, x = small(), torch.randn(5, 3)
+    model, x = mlp(), torch.randn(5, 3)
     with hl.capture(model, "0") as record:
         model(x)
     with hl.edit(model, "0", hl.patch(record)):
@@ -686,7 +682,7 @@ def test_patch_is_detached_from_the_other_run():
 
 
 def test_patch_goes_by_call():
-    model = small()
+    model = mlp()
     inputs = torch.randn(3, 5, 3)
     with hl.capture(model, "1") as record:
         expected = [model(x) for x in inputs]
@@ -699,7 +695,7 @@ def test_patch_goes_by_call():
 
 
 def test_patch_checks_at_entry_that_the_record_holds_the_places():
-    model = small()
+    model = mlp()
     with hl.capture(model, "0") as record:
         model(torch.zeros(1, 3))
     ran = []
@@ -842,7 +838,7 @@ def test_patch_of_a_slice_takes_a_mean_that_broadcasts():
 
 
 def test_patch_works_across_models_and_precisions():
-    model, x = small(), torch.randn(5, 3)
+    model, x = mlp(), torch.randn(5, 3)
     other = copy.deepcopy(model).double()
     with hl.capture(model, "0") as record:
         model(x)
@@ -855,7 +851,7 @@ def test_patch_works_across_models_and_precisions():
 
 
 def test_patch_of_another_shape_shows_both_sides():
-    model = small()
+    model = mlp()
     with hl.capture(model, "0") as record:
         model(torch.zeros(5, 3))
     with pytest.raises(hl.ChangeError, match=r"\(5, 4\).*\(2, 4\)"):
@@ -864,7 +860,7 @@ def test_patch_of_another_shape_shows_both_sides():
 
 
 def test_patch_of_gradients_and_inputs():
-    model, x = small(), torch.randn(5, 3)
+    model, x = mlp(), torch.randn(5, 3)
     with hl.capture(model, "1:grad_output", "1:input") as record:
         model(x).pow(3).sum().backward()
     expected = model[0].weight.grad.clone()
@@ -877,7 +873,7 @@ def test_patch_of_gradients_and_inputs():
 
 
 def test_patch_of_gradients_never_takes_those_of_another_call_or_pass():
-    model, x = small(), torch.randn(5, 3)
+    model, x = mlp(), torch.randn(5, 3)
 
     def run():
         for factor in (1.0, 2.0):

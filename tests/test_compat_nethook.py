@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Failing, Giving, Recursive, Swallowing, named, small
-from oracles import assert_clean, bits, hooks_left, work_of
+from oracles import assert_clean, bits, by_hand, hooks_left, work_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,20 +22,6 @@ import hookline as hl
 from hookline.compat import nethook
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
-
-
-def raw_outputs(model, names, *args, **kwargs):
-    """The outputs of layers by hooks written by hand, and the model's result."""
-    found, modules = {}, dict(model.named_modules())
-
-    def look(name, module, args, output):
-        found[name] = output
-
-    handles = [modules[n].register_forward_hook(functools.partial(look, n)) for n in names]
-    result = model(*args, **kwargs)
-    for handle in handles:
-        handle.remove()
-    return found, result
 
 
 class InPlace(nn.Module):
@@ -67,11 +53,12 @@ class Passing(nn.Module):
 
 def test_a_trace_retains_the_output_of_a_layer():
     model = small()
-    expected, result = raw_outputs(model, ["1"], X)
+    seen = by_hand(model, lambda m: m(X), ["1"])
+    (expected,) = seen.outputs["1"]
     with nethook.Trace(model, "1") as ret:
-        assert torch.equal(model(X), result)
-        assert torch.equal(ret.output, expected["1"])  # also before the end of the block
-    assert torch.equal(ret.output, expected["1"])
+        assert torch.equal(model(X), seen.result)
+        assert torch.equal(ret.output, expected)  # also before the end of the block
+    assert torch.equal(ret.output, expected)
     assert ret.layer == "1"
     assert_clean(model)
 
@@ -872,14 +859,14 @@ def test_an_edit_without_retaining_may_run_many_times():
 
 def test_a_trace_dict_retains_the_outputs_of_its_layers_in_their_order():
     model = small()
-    expected, _ = raw_outputs(model, ["0", "1", "2"], X)
+    expected = by_hand(model, lambda m: m(X)).outputs
     with nethook.TraceDict(model, ["2", "0", "1"]) as ret:
         model(X)
     assert isinstance(ret, OrderedDict)
     assert list(ret) == ["2", "0", "1"]
     for layer, traced in ret.items():
         assert traced.layer == layer
-        assert torch.equal(traced.output, expected[layer])
+        assert torch.equal(traced.output, expected[layer][0])
     assert_clean(model)
 
 
@@ -2009,11 +1996,12 @@ def test_callbacks_are_not_called_again_for_a_recomputation(reentrant):
 
 def test_layers_are_retained_in_an_attribute_of_the_model():
     model = small()
-    expected, result = raw_outputs(model, ["0", "2"], X)
+    seen = by_hand(model, lambda m: m(X), ["0"])
+    result, (expected,) = seen.result, seen.outputs["0"]
     nethook.retain_layers(model, ["0", ("2", "last")])
     assert model.retained == {"0": None, "last": None}
     assert torch.equal(model(X), result)
-    assert torch.equal(model.retained["0"], expected["0"])
+    assert torch.equal(model.retained["0"], expected)
     assert torch.equal(model.retained["last"], result)
     assert not model.retained["last"].requires_grad
     model(X), model(X + 1)  # the last one is kept, without a warning
@@ -2021,7 +2009,7 @@ def test_layers_are_retained_in_an_attribute_of_the_model():
     old = model.retained
     nethook.retain_layers(model, ["1"])
     model(X)
-    assert torch.equal(model.retained["1"], expected["0"].relu())
+    assert torch.equal(model.retained["1"], expected.relu())
     assert torch.equal(old["0"], linear(model[0], X + 1))  # it acts no longer
     hl.attached(model).remove()
     assert_clean(model)
@@ -2314,8 +2302,7 @@ def test_representations_are_extracted_with_input_and_stop(gpt):
         ) as tr:
             gpt(**INP)
     block = gpt.transformer.h[1]
-    expected, _ = raw_outputs(gpt, ["transformer.h.1.ln_2"], **INP)
-    key = F.gelu(block.mlp.c_fc(expected["transformer.h.1.ln_2"]))
+    key = F.gelu(block.mlp.c_fc(gpt_output(gpt, "transformer.h.1.ln_2")))
     assert ran == [1]  # by the oracle only
     assert torch.equal(tr.input, key)
     assert torch.equal(tr.output, block.mlp.c_proj(key))
@@ -2327,7 +2314,7 @@ def test_the_inputs_of_blocks_and_of_modules_called_by_keyword_are_extracted(gpt
     with torch.no_grad(), nethook.TraceDict(gpt, names, retain_input=True, stop=True) as td:
         gpt(**INP)
     hidden, mask = td["transformer.h.2.attn"].input
-    expected = raw_outputs(gpt, ["transformer.h.1"], **INP)[0]["transformer.h.1"][0]
+    expected = gpt_output(gpt, "transformer.h.1")[0]
     assert torch.equal(hidden, gpt.transformer.h[2].ln_1(expected))
     assert mask.dtype is torch.bool
     assert torch.equal(td["transformer.h.2"].input, expected)
@@ -2386,4 +2373,5 @@ def test_a_vector_is_optimised_through_an_edit(gpt):
 
 
 def gpt_output(model, layer):
-    return raw_outputs(model, [layer], **INP)[0][layer]
+    (output,) = by_hand(model, lambda m: m(**INP), [layer]).outputs[layer]
+    return output

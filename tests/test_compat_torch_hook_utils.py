@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributions as dist
 from models import Failing, small
-from oracles import assert_clean, bits
+from oracles import assert_clean, bits, by_hand
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -33,25 +33,6 @@ from hookline.compat.torch_hook_utils import (
     save_maxpool_indices,
     use_indices_in_maxunpool,
 )
-
-
-def by_hand(model, layers, run):
-    """What raw torch hooks see: the first arguments, the outputs and the result of the run."""
-    inputs, outputs, handles = {}, {}, []
-    for name, layer in dict(layers).items():
-
-        def before(module, args, kwargs, name=name):
-            inputs[name] = (*args, *kwargs.values())[0]
-
-        def after(module, args, output, name=name):
-            outputs[name] = output
-
-        handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(layer.register_forward_hook(after))
-    result = run(model)
-    for handle in handles:
-        handle.remove()
-    return inputs, outputs, result
 
 
 def assert_same(found, expected):
@@ -165,13 +146,13 @@ def test_every_name_is_where_it_was():
 @pytest.mark.parametrize("form", [list, dict, iter, lambda pairs: nn.ModuleDict(dict(pairs))])
 def test_inputs_and_outputs_are_those_that_raw_hooks_see(form):
     model, x = small(), torch.randn(5, 3)
-    inputs, outputs, result = by_hand(model, model.named_children(), lambda m: m(x))
+    seen = by_hand(model, lambda m: m(x), dict(model.named_children()))
     with get_layer_inputs(form(model.named_children())) as found_inputs:
         with get_layer_outputs(form(model.named_children())) as found_outputs:
             found = model(x)
-    assert torch.equal(bits(found), bits(result))
-    assert_same(found_inputs, inputs)
-    assert_same(found_outputs, outputs)
+    assert torch.equal(bits(found), bits(seen.result))
+    assert_same(found_inputs, {name: value for name, (value,) in seen.inputs.items()})
+    assert_same(found_outputs, {name: value for name, (value,) in seen.outputs.items()})
     assert_clean(model)
 
 
@@ -188,11 +169,11 @@ def test_the_layers_may_belong_to_several_models():
 def test_a_layer_is_named_as_it_was_given_also_inside_another_one():
     model, x = nn.Sequential(small(), nn.ReLU()), torch.randn(2, 3)
     names = [name for name, _ in model.named_modules()]
-    _, outputs, _ = by_hand(model, model.named_modules(), lambda m: m(x))
+    seen = by_hand(model, lambda m: m(x))
     with get_layer_outputs(model.named_modules()) as found:
         model(x)
     assert set(found) == set(names) == {"", "0", "0.0", "0.1", "0.2", "1"}
-    assert_same(found, outputs)
+    assert_same(found, {name: value for name, (value,) in seen.outputs.items()})
 
 
 def test_an_error_names_a_layer_as_it_was_given():

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from models import Failing, Recursive, Swallowing, small
+from models import Failing, OneOfTwo, Recursive, Swallowing, small
 from oracles import assert_clean, hooks_left
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -27,18 +27,6 @@ VERBS = {
     "replace_module": lambda model: hl.replace_module(model, "0", nn.Linear(3, 4)),
 }
 every_verb = pytest.mark.parametrize("make", VERBS.values(), ids=VERBS.keys())
-
-
-class TwoPaths(nn.Module):
-    """Only one of its layers runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.used = nn.Linear(3, 3)
-        self.unused = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.used(x)
 
 
 # -- entering -------------------------------------------------------------------------------------
@@ -354,7 +342,7 @@ def test_an_attached_capture_fills_its_record_until_it_is_removed():
 
 
 def test_an_attachment_that_never_fired_is_removed_in_silence():
-    handle = hl.capture(TwoPaths(), "unused").attach()
+    handle = hl.capture(OneOfTwo(), "unused").attach()
     handle.remove()
     with pytest.raises(hl.NeverFired, match="unused"):
         _ = handle.record["unused"]
@@ -420,7 +408,7 @@ def test_attached_does_not_list_hooks_of_others():
 
 @pytest.mark.parametrize("port", ["", ":input", ":inputs"])
 def test_a_literal_place_that_never_fired_raises_at_exit_and_gives_the_record(port):
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(hl.NeverFired, match=r"'unused.*not called.*module\.forward") as caught:
         with hl.capture(model, "used", "unused" + port) as record:
             model(X)
@@ -433,7 +421,7 @@ def test_a_literal_place_that_never_fired_raises_at_exit_and_gives_the_record(po
     "where", [lambda m: m.unused, lambda m: [m.used, m.unused], lambda m: (m.unused, ":input")]
 )
 def test_a_module_object_that_never_fired_raises_at_exit(where):
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(hl.NeverFired, match="unused"):
         with hl.capture(model, where(model)):
             model(X)
@@ -445,7 +433,7 @@ def test_a_module_object_that_never_fired_raises_at_exit(where):
     ["*", "{used,unused}", nn.Linear, re.compile("used"), lambda name, module: "used" in name],
 )
 def test_of_a_wildcard_one_match_must_fire_and_the_rest_is_listed_with_reasons(where):
-    model = TwoPaths()
+    model = OneOfTwo()
     with hl.capture(model, where) as record:
         model(X)
     assert record.places() == ["used"]
@@ -458,14 +446,14 @@ def test_of_a_wildcard_one_match_must_fire_and_the_rest_is_listed_with_reasons(w
 
 @pytest.mark.parametrize("where", ["*", nn.Linear, re.compile("used"), lambda n, m: "used" in n])
 def test_a_wildcard_of_which_nothing_fired_raises(where):
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(hl.NeverFired, match=r"nor any other of the 2 places"):
         with hl.capture(model, where):
             pass
 
 
 def test_the_exception_of_the_block_is_not_replaced_by_that_of_a_place_that_never_fired():
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(ZeroDivisionError), hl.capture(model, "unused"):
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError), hl.edit(model, "unused", hl.zero()):
@@ -474,7 +462,7 @@ def test_the_exception_of_the_block_is_not_replaced_by_that_of_a_place_that_neve
 
 
 def test_an_edit_or_hook_that_never_applied_raises_at_exit():
-    model = TwoPaths()
+    model = OneOfTwo()
     for context in (
         hl.edit(model, "unused", hl.zero()),
         hl.edit(model, {"used": hl.zero(), "unused": hl.zero()}),
@@ -490,7 +478,7 @@ def test_an_edit_or_hook_that_never_applied_raises_at_exit():
 
 
 def test_a_glob_edit_needs_one_match_that_fired():
-    model = TwoPaths()
+    model = OneOfTwo()
     with hl.edit(model, "*", hl.zero()):
         assert not model(X).any()
 
@@ -506,7 +494,7 @@ def test_a_gradient_place_whose_module_ran_raises_on_read_only():
 
 
 def test_a_gradient_place_whose_module_never_ran_raises_at_exit():
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(hl.NeverFired, match="unused:grad_output"):
         with hl.capture(model, "unused:grad_output"):
             model(X).sum().backward()
@@ -536,7 +524,7 @@ def test_a_place_whose_part_is_not_there_gives_that_as_the_reason():
 
 
 def test_unfired_can_be_asked_while_the_capture_is_open():
-    model = TwoPaths()
+    model = OneOfTwo()
     with hl.capture(model, "*") as record:
         assert set(record.unfired()) == {"used", "unused"}
         model(X)
@@ -618,7 +606,7 @@ def test_stop_waits_for_the_last_place():
 
 
 def test_stop_ends_the_block_only_if_it_was_reached():
-    model = TwoPaths()
+    model = OneOfTwo()
     with hl.capture(model, "*", stop=True) as record:
         model(X)
         model(X)

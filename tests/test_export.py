@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.package
-from oracles import assert_clean, assert_same_state, bits, hooks_left, state_bits, weigh
+from oracles import assert_clean, assert_same_state, bits, by_hand, hooks_left, state_bits, weigh
 from torch import Tensor, fx, nn
 from torch.ao import quantization
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
@@ -39,31 +39,8 @@ def net() -> Net:
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
 
 
-def by_hand(model: nn.Module, paths: list[str], run) -> dict[str, list[Tensor]]:
-    """What hooks written by hand see at some modules: inputs, outputs and output gradients."""
-    seen = {}
-
-    def keep(name, value):
-        seen.setdefault(name, []).append(value.detach().clone())
-
-    def after(path, module, args, output):
-        keep(f"{path}:input", args[0])
-        keep(path, output)
-        if output.requires_grad:
-            output.register_hook(functools.partial(keep, f"{path}:grad_output"))
-
-    handles = [
-        model.get_submodule(path).register_forward_hook(functools.partial(after, path))
-        for path in paths
-    ]
-    run(model)
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
 def assert_same_as_by_hand(model: nn.Module, paths: list[str], run) -> None:
-    expected = by_hand(model, paths, run)
+    expected = by_hand(model, run, paths, gradients=True).places
     assert len(expected) >= 2 * len(paths)
     places = [f"{path}:{port}" for path in paths for port in ("input", "output", "grad_output")]
     with hl.capture(model, *places, detach=True) as record:
@@ -529,7 +506,7 @@ def quantised(dynamic: bool) -> nn.Module:
 def test_the_values_of_a_quantised_model_are_those_of_hooks_written_by_hand(dynamic, detach):
     model, x = quantised(dynamic), X if dynamic else IMAGES
     paths = LAYERS if dynamic else ["quant", "conv", "relu", "dequant"]
-    expected = by_hand(model, paths, lambda model: model(x))
+    expected = by_hand(model, lambda model: model(x), paths).places
     bare = model(x)
     with hl.capture(model, "**", "**:input", detach=detach) as record:
         assert torch.equal(model(x), bare)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from oracles import assert_clean, hooks_left
+from oracles import assert_clean, by_hand, hooks_left
 from torch import nn
 
 import hookline as hl
@@ -95,32 +95,12 @@ def generate(model, ids=None, **options):
     return model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, **options)
 
 
-def by_hand(model, run):
-    """What hooks written by hand see of every module: outputs by path, and the order of calls."""
-    seen, order, handles = defaultdict(list), [], []
-
-    def hook(path):
-        def keep(module, args, output):
-            order.append(path)
-            seen[path].append(output.clone() if isinstance(output, torch.Tensor) else output)
-
-        return keep
-
-    for path, module in model.named_modules():
-        handles.append(module.register_forward_hook(hook(path)))
-    try:
-        result = run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return result, seen, order
-
-
 # -- every call is there, in order ----------------------------------------------------------------
 
 
 def test_a_capture_of_a_generation_holds_every_call_in_order(kind):
-    expected, seen, _ = by_hand(kind.model, generate)
+    hooked = by_hand(kind.model, generate)
+    expected, seen = hooked.result, hooked.outputs
     with hl.capture(kind.model, "", "**") as record:
         words = generate(kind.model)
     assert torch.equal(words, expected)
@@ -136,7 +116,7 @@ def test_a_capture_of_a_generation_holds_every_call_in_order(kind):
 
 
 def test_calls_of_several_modules_are_seen_in_the_order_of_the_forward(kind):
-    _, _, expected = by_hand(kind.model, generate)
+    expected = by_hand(kind.model, generate).order
     order = []
     with hl.hook(
         kind.model, ["", "**"], lambda value, call: order.append((call.place, call.index))
@@ -185,7 +165,8 @@ def test_other_ways_to_generate_give_the_same_words_with_a_capture(decoder, opti
         torch.manual_seed(7)
         return generate(model, **options)
 
-    expected, seen, _ = by_hand(decoder.model, run)
+    hooked = by_hand(decoder.model, run)
+    expected, seen = hooked.result, hooked.outputs
     state = torch.get_rng_state()
     with hl.capture(decoder.model, "**", "**:inputs") as record:
         words = run(decoder.model)
@@ -205,7 +186,7 @@ def test_a_second_generation_in_the_same_block_goes_on_counting(decoder):
 
 
 def test_keep_says_which_call_of_a_generation_is_kept(decoder):
-    _, seen, _ = by_hand(decoder.model, generate)
+    seen = by_hand(decoder.model, generate).outputs
     for keep, n in (("first", 0), ("last", -1)):
         with hl.capture(decoder.model, decoder.mlp, keep=keep) as record:
             generate(decoder.model)
@@ -240,7 +221,8 @@ def test_a_generation_in_another_thread_is_seen_if_asked_for(decoder):
 
 
 def test_cat_joins_the_calls_along_the_sequence(kind):
-    words, seen, _ = by_hand(kind.model, generate)
+    hooked = by_hand(kind.model, generate)
+    words, seen = hooked.result, hooked.outputs
     with hl.capture(kind.model, kind.mlp, kind.norm) as record:
         generate(kind.model)
     for place in (kind.mlp, kind.norm):
@@ -258,7 +240,7 @@ def test_the_joined_calls_are_those_of_one_forward_over_all_words(decoder):
 
 
 def test_stack_joins_the_last_positions_of_all_calls(decoder):
-    _, seen, _ = by_hand(decoder.model, generate)
+    seen = by_hand(decoder.model, generate).outputs
     with hl.capture(decoder.model, decoder.mlp, at=np.s_[:, -1]) as record:
         generate(decoder.model)
     stacked = record.stack(decoder.mlp)
@@ -316,7 +298,8 @@ def test_an_edit_changes_the_calls_that_were_named(kind, calls, wanted):
         return value * -3.0 + 0.5
 
     handle = kind.model.get_submodule(kind.mlp).register_forward_hook(counting(change, wanted))
-    expected, seen, _ = by_hand(kind.model, generate)
+    hooked = by_hand(kind.model, generate)
+    expected, seen = hooked.result, hooked.outputs
     handle.remove()
     with hl.edit(kind.model, kind.mlp, change, calls=calls):
         with hl.capture(kind.model, kind.mlp, "lm_head") as record:
@@ -350,7 +333,7 @@ def test_an_edited_prompt_stays_in_the_cache(decoder):
     """The keys and values of an edited first call act on all later ones, as with hooks by hand."""
     hook = counting(lambda output: output * 2, {0})
     handle = decoder.model.get_submodule(decoder.embed).register_forward_hook(hook)
-    _, seen, _ = by_hand(decoder.model, generate)
+    seen = by_hand(decoder.model, generate).outputs
     handle.remove()
     with hl.edit(decoder.model, decoder.embed, hl.scale(2.0), calls=0):
         with hl.capture(decoder.model, decoder.norm) as record:
@@ -392,9 +375,9 @@ def test_the_last_token_is_found_with_padding_on_either_side(decoder, side):
     with torch.no_grad():
         with hl.capture(decoder.model, decoder.mlp, at=hl.last_token(mask)) as record:
             decoder.model(ids, attention_mask=mask, position_ids=positions)
-        _, seen, _ = by_hand(
+        seen = by_hand(
             decoder.model, lambda m: m(ids, attention_mask=mask, position_ids=positions)
-        )
+        ).outputs
         with hl.capture(decoder.model, decoder.mlp) as alone:
             decoder.model(ids[:1][mask[:1].bool()][None])
     (whole,) = seen[decoder.mlp]
@@ -432,7 +415,8 @@ def test_the_last_token_of_the_prompt_is_that_of_the_first_call(decoder):
     def run(model):
         return generate(model, ids, attention_mask=mask)
 
-    expected, seen, _ = by_hand(decoder.model, run)
+    hooked = by_hand(decoder.model, run)
+    expected, seen = hooked.result, hooked.outputs
     options = {"at": hl.last_token(mask), "keep": "first"}
     with hl.capture(decoder.model, decoder.mlp, **options) as record:
         words = run(decoder.model)
@@ -489,7 +473,7 @@ def test_ablated_heads_are_those_of_a_hook_by_hand(kind, which, calls, wanted):
         return (heads.flatten(-2),)
 
     handle = kind.model.get_submodule(kind.heads).register_forward_pre_hook(ablate)
-    _, expected, _ = by_hand(kind.model, generate)
+    expected = by_hand(kind.model, generate).outputs
     handle.remove()
     options = {"at": hl.heads(*which, of=HEADS), "calls": calls}
     with hl.edit(kind.model, kind.heads + ":input", hl.zero(), **options):
@@ -550,7 +534,7 @@ def test_captured_tensors_stay_as_they_were_while_a_static_cache_is_overwritten(
     def run(model):
         return generate(model, cache_implementation="static")
 
-    _, seen, _ = by_hand(model, run)
+    seen = by_hand(model, run).outputs
     with hl.capture(model, "**.{k_proj,v_proj}", "**.v_proj:input") as record:
         run(model)
     for layer in range(2):
@@ -613,7 +597,7 @@ STEPS = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(0))
 
 def test_every_step_of_a_loop_is_a_call():
     model = Loop()
-    _, seen, _ = by_hand(model, lambda m: m(STEPS))
+    seen = by_hand(model, lambda m: m(STEPS)).outputs
     with hl.capture(model, "cell", "out", "cell:inputs") as record:
         output = model(STEPS)
     assert torch.equal(record.stack("out"), output)
@@ -674,7 +658,7 @@ def test_a_layer_that_a_model_shares_over_its_depth_is_one_place_with_many_calls
     model = transformers.AlbertModel(config).eval()
     layer = "encoder.albert_layer_groups.0.albert_layers.0"
     with torch.no_grad():
-        _, seen, _ = by_hand(model, lambda m: m(prompt()))
+        seen = by_hand(model, lambda m: m(prompt())).outputs
         with hl.capture(model, f"{layer}.ffn", "encoder[0]") as record:
             model(prompt())
         assert torch.equal(record.stack(f"{layer}.ffn"), torch.stack(seen[f"{layer}.ffn"]))

@@ -18,10 +18,7 @@ from torch import nn
 import hookline as hl
 from hookline.values.nested import get_part, set_part, show_path
 
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def shift(g):

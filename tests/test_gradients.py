@@ -23,10 +23,7 @@ from torch.autograd import Function
 import hookline as hl
 from hookline.values.nested import leaves
 
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def run(module, inputs, rest, *places, **options):
@@ -606,7 +603,7 @@ def test_a_module_that_returns_a_feature_beside_a_view_of_it_tells_what_it_can(s
     model = Giving(lambda x: x.exp().view(-1))
     inner = nn.Sequential(model)
     kept = []
-    model.gives = lambda x: (kept.append(x.exp()), kept[0].view(-1))[1]
+    model.function = lambda x: (kept.append(x.exp()), kept[0].view(-1))[1]
     x = torch.randn(shape, requires_grad=True)
     with hl.capture(inner, ":grad_output", "0:grad_output") as record:
         (weigh(inner(x)) + 5 * kept[0].sum()).backward()

@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from faults import INF, Doing
+from faults import INF, fault_of
+from models import Giving
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("seeded")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Gained(Doing):
+class Gained(Giving):
     """With a weight of one number, so that gradients flow through it."""
 
     def __init__(self, function):
@@ -185,19 +186,6 @@ CASES = [
 ]
 
 
-def caught(model, *args, backward=False, **options):
-    """What a guarded step is found to be at fault of."""
-
-    def step():
-        result = model(*args)
-        if backward:
-            backward(result)
-
-    with hl.guard(model, to=None, **options), pytest.raises(hl.NonFiniteError) as found:
-        step()
-    return found.value.fault
-
-
 def host(make, value, dtype):
     torch.manual_seed(0)
     model = Host(make(), value.to(dtype)).to(dtype)
@@ -211,7 +199,7 @@ def host(make, value, dtype):
 def test_the_producer_in_a_forward_is_named(case, dtype):
     make, value, operation = FORWARD[case]
     model = host(make, value, DTYPES[dtype])
-    fault = caught(model, torch.ones(2, 4, dtype=DTYPES[dtype]))
+    fault = fault_of(model, torch.ones(2, 4, dtype=DTYPES[dtype]))
     assert (fault.backward, fault.kind) == (False, "operation"), fault
     if operation == "":
         assert fault.path == "faulty"
@@ -267,7 +255,7 @@ def test_the_producer_in_a_backward_is_named(case, dtype):
     model = host(alone(function), value, DTYPES[dtype])
     x = torch.ones(2, 4, dtype=DTYPES[dtype])
     assert model(x).isfinite().all()
-    fault = caught(model, x, backward=lambda y: (y * torch.arange(4.0)).sum().backward())
+    fault = fault_of(model, x, backward=lambda y: (y * torch.arange(4.0)).sum().backward())
     assert (fault.backward, fault.kind) == (True, "operation"), fault
     assert fault.path == "faulty"
     if operation:
@@ -288,7 +276,7 @@ def test_an_overflow_of_half_precision_in_a_backward_is_named(layer, operation):
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(layer)).half()
     for parameter in model[0].parameters():
         nn.init.constant_(parameter, 0.5)
-    fault = caught(
+    fault = fault_of(
         model,
         torch.ones(2, 4).half() * torch.arange(1, 5),
         backward=lambda y: y.backward(torch.full_like(y, 60000.0)),
@@ -298,7 +286,7 @@ def test_an_overflow_of_half_precision_in_a_backward_is_named(layer, operation):
 
 
 def test_an_overflow_of_bfloat16_is_not_told_to_use_bfloat16():
-    fault = caught(nn.Sequential(Doing(lambda x: x * 3e38)), torch.full((2,), 3.0).bfloat16())
+    fault = fault_of(nn.Sequential(Giving(lambda x: x * 3e38)), torch.full((2,), 3.0).bfloat16())
     assert "bfloat16" in fault.values[0][1].kind
     assert "65504" not in str(explained(fault))
 
@@ -321,7 +309,7 @@ def test_a_sum_of_gradients_that_overflows_is_told_from_its_shares():
 
     model = Twice().half()
     nn.init.constant_(model.inner.weight, 0.5)
-    fault = caught(
+    fault = fault_of(
         model,
         torch.ones(1, 4).half(),
         backward=lambda y: y.backward(torch.full_like(y, 40000.0)),
@@ -364,7 +352,7 @@ def test_gradients_that_overflow_over_several_backwards_are_told_at_once(dtype, 
 
 @pytest.mark.parametrize("careful", [False, True])
 def test_bad_gradients_that_are_ignored_are_so_too_when_others_are_added(careful):
-    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: (x * 0).sqrt() if x[0, 0] > 9 else x))
+    model = nn.Sequential(nn.Linear(4, 4), Giving(lambda x: (x * 0).sqrt() if x[0, 0] > 9 else x))
     nn.init.ones_(model[0].weight)
     with hl.guard(model, to=None, careful=careful, ignore="1"):
         for size in (1.0, 9.0, 1.0):
@@ -374,7 +362,7 @@ def test_bad_gradients_that_are_ignored_are_so_too_when_others_are_added(careful
 
 @pytest.mark.parametrize("careful", [False, True])
 def test_what_autograd_grad_gives_is_looked_at_beside_gradients_that_are_there(careful):
-    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: (x * 0).sqrt()))
+    model = nn.Sequential(nn.Linear(4, 4), Giving(lambda x: (x * 0).sqrt()))
     x = torch.ones(2, 4)
     with hl.guard(model, to=None, careful=careful):
         for parameter in model.parameters():
@@ -399,7 +387,7 @@ def test_a_parameter_whose_shares_overflow_together_is_named():
             return x * self.weight, x + self.weight
 
     model = Shared().half()
-    fault = caught(
+    fault = fault_of(
         model,
         torch.ones(4).half(),
         backward=lambda y: torch.autograd.backward(y, [torch.full_like(p, 40000.0) for p in y]),
@@ -427,7 +415,9 @@ class Hooked(nn.Module):
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_hook_on_a_gradient_is_told_from_a_sum(inside, careful):
     model = nn.Sequential(Hooked(inside))
-    fault = caught(model, torch.ones(2, 4), backward=lambda y: y.sum().backward(), careful=careful)
+    fault = fault_of(
+        model, torch.ones(2, 4), backward=lambda y: y.sum().backward(), careful=careful
+    )
     assert (fault.kind, fault.backward) == ("hook", True)
     if inside:
         assert fault.path == "0"
@@ -450,7 +440,7 @@ def test_an_output_that_is_used_inside_too_gets_a_sum_and_no_hook():
 
     model = Both().half()
     nn.init.constant_(model.fc.weight, 0.5)
-    fault = caught(
+    fault = fault_of(
         model,
         torch.ones(1, 4).half(),
         backward=lambda y: torch.autograd.backward(y, [torch.full_like(p, 40000.0) for p in y]),
@@ -462,8 +452,8 @@ def test_an_output_that_is_used_inside_too_gets_a_sum_and_no_hook():
 @pytest.mark.parametrize("careful", [False, True])
 def test_the_gradient_of_an_input_that_is_bad_is_told(careful):
     x = torch.ones(4, requires_grad=True)
-    model = Doing(lambda x: (x * 0).sqrt())
-    fault = caught(model, x, backward=lambda y: y.sum().backward(), careful=careful)
+    model = Giving(lambda x: (x * 0).sqrt())
+    fault = fault_of(model, x, backward=lambda y: y.sum().backward(), careful=careful)
     assert (fault.kind, fault.backward) == ("operation", True)
     label, own = fault.seen[0]
     assert (label, own.nan) == ("the gradient of the input 0", 4)
@@ -478,7 +468,7 @@ def test_a_gradient_penalty_that_is_bad_comes_from_outside_the_model(careful):
         (own,) = torch.autograd.grad(y.sum() * 0, x, create_graph=True)
         own.pow(2).sum().sqrt().backward()
 
-    fault = caught(model, x, backward=penalty, careful=careful)
+    fault = fault_of(model, x, backward=penalty, careful=careful)
     assert (fault.kind, fault.step) == ("loss", 0)
     assert "from outside the model, from the loss" in str(fault)
     assert "parameters" in str(explained(fault))
@@ -511,7 +501,7 @@ def test_a_parameter_that_the_loss_uses_is_told_from_the_model_once_every_module
 def test_a_parameter_that_was_bad_before_is_named(name, value, dtype):
     model = host(alone(lambda x: x + 1), rows(1.0), DTYPES[dtype])
     model.get_parameter(name).data.view(-1)[0] = value
-    fault = caught(model, torch.ones(2, 4, dtype=DTYPES[dtype]))
+    fault = fault_of(model, torch.ones(2, 4, dtype=DTYPES[dtype]))
     assert (fault.kind, fault.place) == ("parameter", name)
     assert fault.values[0][1].bad == 1
 
@@ -519,7 +509,7 @@ def test_a_parameter_that_was_bad_before_is_named(name, value, dtype):
 def test_a_buffer_that_was_bad_before_is_named():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
     model[1].running_mean[1] = math.nan
-    fault = caught(model, torch.ones(2, 3))
+    fault = fault_of(model, torch.ones(2, 3))
     assert (fault.kind, fault.place) == ("buffer", "1.running_mean")
 
 
@@ -550,7 +540,7 @@ def test_a_bad_gradient_that_comes_from_the_loss_is_told_so():
     model = nn.Linear(3, 1)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
-    fault = caught(model, torch.ones(2, 3), backward=lambda y: y.sqrt().sum().backward())
+    fault = fault_of(model, torch.ones(2, 3), backward=lambda y: y.sqrt().sum().backward())
     assert (fault.kind, fault.backward) == ("loss", True)
     assert "from outside the model, from the loss" in str(fault)
     assert fault.values[0][1].positive == 2
@@ -566,7 +556,7 @@ def test_memory_that_nothing_was_written_to_is_named():
     model = nn.Sequential(nn.Linear(4, 4), Unwritten())
     torch.use_deterministic_algorithms(True)  # which fills such memory with NaN
     try:
-        fault = caught(model, torch.ones(2, 4))
+        fault = fault_of(model, torch.ones(2, 4))
     finally:
         torch.use_deterministic_algorithms(False)
     assert (fault.kind, fault.place) == ("memory", "1/empty")
@@ -579,10 +569,10 @@ def test_memory_that_is_written_to_before_it_is_read_is_not_blamed():
             out[n] = x[n].log()
         return out
 
-    model = nn.Sequential(Doing(each), nn.Linear(4, 4))
+    model = nn.Sequential(Giving(each), nn.Linear(4, 4))
     torch.use_deterministic_algorithms(True)
     try:
-        fault = caught(model, torch.tensor([1.0, 0.0, 1.0])[:, None].expand(3, 4))
+        fault = fault_of(model, torch.tensor([1.0, 0.0, 1.0])[:, None].expand(3, 4))
     finally:
         torch.use_deterministic_algorithms(False)
     assert (fault.kind, fault.place) == ("operation", "0/log#1")
@@ -624,7 +614,9 @@ def mended(x):
     ],
 )  # fmt: skip
 def test_parts_of_one_memory_are_told_apart(function, place):
-    assert caught(Doing(function), torch.tensor([1.0, -1.0, 1.0, 1.0]).expand(2, 4)).place == place
+    assert (
+        fault_of(Giving(function), torch.tensor([1.0, -1.0, 1.0, 1.0]).expand(2, 4)).place == place
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -633,7 +625,7 @@ def test_parts_of_a_nested_tensor_that_is_bad_may_be_written_to():
         parts = (torch.nested.as_nested_tensor([x[:1], x[1:]]) / 0).unbind()
         return torch.cat([part.mul_(2) for part in parts])
 
-    assert caught(Doing(scaled), torch.ones(3, 4)).place == "/div"
+    assert fault_of(Giving(scaled), torch.ones(3, 4)).place == "/div"
 
 
 def by_numpy(x):
@@ -651,14 +643,14 @@ def test_a_nan_that_torch_does_not_show_beside_infinities_that_are_meant_is_told
         write(x)
         return x
 
-    model = nn.Sequential(nn.Identity(), Doing(masked), nn.Identity())
-    fault = caught(model, torch.arange(8.0).view(2, 4))
+    model = nn.Sequential(nn.Identity(), Giving(masked), nn.Identity())
+    fault = fault_of(model, torch.arange(8.0).view(2, 4))
     assert (fault.kind, fault.place) == ("module", "1")
 
 
 def test_a_constant_that_no_operation_made_is_told_from_what_the_module_makes():
     model = nn.Sequential(nn.Linear(3, 3), Gained(lambda x: x + BAD))
-    fault = caught(model, torch.ones(2, 3))
+    fault = fault_of(model, torch.ones(2, 3))
     assert (fault.kind, fault.place) == ("outside", "1/add")
 
 
@@ -668,7 +660,7 @@ BAD = torch.tensor([1.0, math.nan, 1.0])
 def test_a_fault_in_a_hook_is_at_the_module_that_is_hooked():
     model = nn.Sequential(nn.Identity(), nn.ReLU(), nn.Linear(3, 3))
     with hl.edit(model, "1", lambda value: value.log()):
-        fault = caught(model, -torch.ones(2, 3))
+        fault = fault_of(model, -torch.ones(2, 3))
     assert (fault.kind, fault.path, fault.operation) == ("operation", "1", "log")
     assert "value.log()" in fault.source
 
@@ -682,7 +674,7 @@ def test_the_first_of_several_producers_is_named_and_the_others_are_mentioned():
         def forward(self, x):
             return self.a(x) + self.b(x)
 
-    fault = caught(Net(), torch.zeros(3))
+    fault = fault_of(Net(), torch.zeros(3))
     assert fault.place == "a/log"
     assert fault.others == ["b/rsqrt (operation)"]
 
@@ -697,7 +689,7 @@ def test_what_is_masked_away_is_not_accused_beside_what_is_not():
             y = torch.where(x > 0, self.masked(x), torch.zeros_like(x))
             return y + self.bad(x)
 
-    fault = caught(Net(), torch.zeros(3))
+    fault = fault_of(Net(), torch.zeros(3))
     assert (fault.place, fault.others) == ("bad/rsqrt", [])
 
 
@@ -712,17 +704,11 @@ class Between(nn.Module):
         return self.function(self.layer(self.before(x).abs()))
 
 
-def fault_of_step(model, **options):
-    with hl.guard(model, to=None, **options), pytest.raises(hl.NonFiniteError) as found:
-        model(torch.ones(2, 4)).sum().backward()
-    return found.value.fault
-
-
 @pytest.mark.parametrize("careful", [False, True])
 def test_a_bad_parameter_is_told_though_only_gradients_show_it(careful):
     model = Between(torch.sigmoid)  # 1 at infinity, where its slope is 0
     nn.init.constant_(model.layer.weight, INF)
-    fault = fault_of_step(model, careful=careful)
+    fault = fault_of(model, torch.ones(2, 4), backward=True, careful=careful)
     assert (fault.kind, fault.place, fault.others) == ("parameter", "layer.weight", [])
     with hl.guard(model, to=None, careful=careful, ignore="layer.weight"):
         model(torch.ones(2, 4)).sum().backward()
@@ -732,7 +718,7 @@ def test_a_bad_parameter_is_told_though_only_gradients_show_it(careful):
 def test_a_bad_parameter_of_a_module_is_not_blamed_on_the_forward_around_it(careful):
     model = Between(lambda h: (h @ h.T).softmax(-1))
     nn.init.constant_(model.layer.weight, math.nan)
-    fault = fault_of_step(model, careful=careful)
+    fault = fault_of(model, torch.ones(2, 4), backward=True, careful=careful)
     assert (fault.kind, fault.place) == ("parameter", "layer.weight")
 
 
@@ -754,11 +740,11 @@ def test_a_nan_that_a_custom_function_hides_is_told_as_what_made_it(apart):
     def log(h):
         return (h * 0 - 1).log()
 
-    hide = Doing(Hidden.apply) if apart else Doing(lambda h: Hidden.apply(log(h)))
-    model = nn.Sequential(nn.Linear(4, 4), Doing(log) if apart else nn.Identity(), hide)
-    fault = fault_of_step(model)
+    hide = Giving(Hidden.apply) if apart else Giving(lambda h: Hidden.apply(log(h)))
+    model = nn.Sequential(nn.Linear(4, 4), Giving(log) if apart else nn.Identity(), hide)
+    fault = fault_of(model, torch.ones(2, 4), backward=True)
     assert (fault.place, fault.backward) == ("1/log" if apart else "2/log", False)
-    fault = fault_of_step(model, careful=True)
+    fault = fault_of(model, torch.ones(2, 4), backward=True, careful=True)
     assert fault.path == ("1" if apart else "2")
 
 
@@ -766,26 +752,26 @@ def test_infinities_that_were_masked_away_are_not_blamed_for_a_backward_that_is_
     class Scored(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear, self.mask = nn.Linear(4, 4), Doing(lambda h: h.masked_fill(h > 0, -INF))
+            self.linear, self.mask = nn.Linear(4, 4), Giving(lambda h: h.masked_fill(h > 0, -INF))
 
         def forward(self, x):
             h = self.linear(x)
             return self.mask(h).exp() + torch.where(h > 0, (h * 0).sqrt(), h)
 
-    fault = fault_of_step(nn.Sequential(Scored()), careful=True)
+    fault = fault_of(nn.Sequential(Scored()), torch.ones(2, 4), backward=True, careful=True)
     assert (fault.path, fault.node) == ("0", "SqrtBackward0")
 
 
 def test_an_infinity_that_only_gradients_show_is_told_as_what_made_it():
     model = Between(lambda h: torch.sigmoid((1e9 * (h * h + 1)).exp() * h))
-    fault = fault_of_step(model)
+    fault = fault_of(model, torch.ones(2, 4), backward=True)
     assert (fault.kind, fault.place, fault.backward) == ("operation", "/exp", False)
     assert fault.others == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
 def test_the_limit_of_float16_is_named_for_float16_alone(dtype):
-    model = nn.Sequential(Doing(lambda x: x * torch.finfo(dtype).max)).to(dtype)
+    model = nn.Sequential(Giving(lambda x: x * torch.finfo(dtype).max)).to(dtype)
     with hl.guard(model, to=None), pytest.raises(hl.NonFiniteError) as found:
         model(torch.full((2, 4), 3.0, dtype=dtype))
     assert ("65504" in str(found.value)) == (dtype is torch.float16)
@@ -801,7 +787,7 @@ def test_a_loss_that_overflows_in_float16_leads_to_the_scaler(dtype):
 
 
 def test_where_no_second_run_can_be_trusted_bad_parameters_are_mentioned():
-    model = nn.Sequential(Doing(lambda x: x.add_(1)), nn.Linear(4, 4))
+    model = nn.Sequential(Giving(lambda x: x.add_(1)), nn.Linear(4, 4))
     nn.init.constant_(model[1].weight, math.nan)
     with hl.guard(model, to=None), pytest.raises(hl.NonFiniteError) as found:
         model(torch.ones(2, 4))
@@ -829,7 +815,7 @@ def exchange_a_module(model):
 @pytest.mark.parametrize("exchange", [exchange_parameters, exchange_a_module])
 @pytest.mark.parametrize("careful", [False, True])
 def test_gradients_of_parameters_that_came_while_it_guards_are_looked_at(exchange, careful):
-    model = nn.Sequential(nn.Linear(4, 4), Doing(torch.abs), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(4, 4), Giving(torch.abs), nn.Linear(4, 2))
     with hl.guard(model, to=None, careful=careful):
         model(torch.ones(2, 4)).sum().backward()
         exchange(model)
@@ -907,7 +893,7 @@ def test_a_bad_parameter_that_a_call_alone_was_given_is_told(careful):
 
 
 def test_a_bad_gradient_of_parameters_that_are_there_no_more_is_told_at_the_second_time():
-    model = nn.Sequential(nn.Linear(4, 4), Doing(torch.sqrt))
+    model = nn.Sequential(nn.Linear(4, 4), Giving(torch.sqrt))
     given = {n: torch.zeros_like(p).requires_grad_() for n, p in model.named_parameters()}
     with hl.guard(model, to=None):
         with pytest.raises(hl.NonFiniteError, match="not finite in step 0, a gradient") as found:

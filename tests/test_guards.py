@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from faults import INF, Doing
-from models import Mark, Token
+from faults import INF, fault_in, guarded
+from models import Giving, Mark, Token
 from oracles import assert_clean, hooks_left, objects_alive
 from torch import nn
 from torch.nn import functional as F
@@ -23,16 +23,6 @@ pytestmark = [
     pytest.mark.usefixtures("seeded"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
 ]
-
-
-def guarded(model, **options):
-    return hl.guard(model, **{"to": None} | options)
-
-
-def fault_in(run, model, **options):
-    with guarded(model, **options), pytest.raises(hl.NonFiniteError) as found:
-        run()
-    return found.value.fault
 
 
 # -- healthy models are never accused -------------------------------------------------------------
@@ -117,7 +107,7 @@ HEALTHY = {
         ),
     ),
     "nested output": (
-        lambda: Doing(lambda x: nested(x) * 2), lambda: ((torch.randn(3, 8),), {}),
+        lambda: Giving(lambda x: nested(x) * 2), lambda: ((torch.randn(3, 8),), {}),
     ),
     "mask in a buffer": (MaskedInside, lambda: ((torch.randn(2, 5, 8),), {})),
     "mask filled in": (
@@ -127,11 +117,11 @@ HEALTHY = {
     "embeddings": (Embedded, lambda: ((torch.tensor([[1, 2, 0], [3, 0, 0]]),), {})),
     "mended": (Mended, lambda: ((torch.tensor([[1.0, math.nan, 2.0]]),), {})),
     "complex numbers": (
-        lambda: Doing(lambda x: torch.fft.fft(x).abs()), lambda: ((torch.randn(2, 8),), {}),
+        lambda: Giving(lambda x: torch.fft.fft(x).abs()), lambda: ((torch.randn(2, 8),), {}),
     ),
-    "whole numbers": (lambda: Doing(lambda x: x * 2), lambda: ((torch.arange(3),), {})),
+    "whole numbers": (lambda: Giving(lambda x: x * 2), lambda: ((torch.arange(3),), {})),
     "large numbers": (
-        lambda: Doing(lambda x: x * 1.0), lambda: ((torch.full((4,), 3e38),), {}),
+        lambda: Giving(lambda x: x * 1.0), lambda: ((torch.full((4,), 3e38),), {}),
     ),
 }  # fmt: skip
 
@@ -341,7 +331,7 @@ def test_numpys_random_numbers_of_the_failing_step_are_repeated(training):
         return torch.log(x * torch.from_numpy(np.random.rand(8) > 0.003))
 
     np.random.seed(3)
-    model = Doing(forward).train(not training)
+    model = Giving(forward).train(not training)
 
     def run():
         model(torch.ones(8))  # in the other mode it draws none
@@ -358,7 +348,7 @@ def test_another_generator_of_numpys_is_repeated_without_a_warning():
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        model = Doing(lambda x: torch.log(x * torch.from_numpy(np.random.rand(8) > 0.003)))
+        model = Giving(lambda x: torch.log(x * torch.from_numpy(np.random.rand(8) > 0.003)))
         fault = fault_in(lambda: [model(torch.ones(8)) for _ in range(500)], model)
         assert (fault.place, fault.remarks) == ("/log", [])
         assert fault.step > 1
@@ -370,7 +360,7 @@ def test_another_generator_of_numpys_is_repeated_without_a_warning():
 
 
 def test_numpys_random_numbers_are_not_drawn_twice_where_infinities_are_meant():
-    model = Doing(lambda x: (x * np.random.rand()).masked_fill(x > 1, -INF))
+    model = Giving(lambda x: (x * np.random.rand()).masked_fill(x > 1, -INF))
     np.random.seed(0)
     bare = [model(torch.arange(3.0)) for _ in range(3)]
     np.random.seed(0)
@@ -401,7 +391,7 @@ def test_the_buffers_of_the_failing_step_are_put_back_for_the_second_run():
 
 
 def test_the_step_is_told_and_the_error_comes_out_of_the_step_that_failed():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / (x.abs() > -1).all()))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: x / (x.abs() > -1).all()))
     done = []
 
     def train():
@@ -420,7 +410,7 @@ def test_the_step_is_told_and_the_error_comes_out_of_the_step_that_failed():
 
 
 def test_a_fault_of_a_backward_comes_out_of_backward_before_the_step_of_the_optimiser():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: (x * 0).sqrt()))
     loss = []
     with guarded(model):
         loss.append(model(torch.ones(3)).sum())
@@ -429,7 +419,7 @@ def test_a_fault_of_a_backward_comes_out_of_backward_before_the_step_of_the_opti
 
 
 def test_without_gradients_the_error_comes_out_of_the_call():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(torch.log))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(torch.log))
     model[0].weight.data.zero_(), model[0].bias.data.zero_()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode(), guarded(model), pytest.raises(hl.NonFiniteError, match="1/log"):
@@ -437,7 +427,7 @@ def test_without_gradients_the_error_comes_out_of_the_call():
 
 
 def test_several_calls_before_one_backward_are_told_apart():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x, *_: x))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x, *_: x))
     model[1].function = torch.abs
     nn.init.zeros_(model[0].bias), nn.init.ones_(model[0].weight)
 
@@ -452,7 +442,7 @@ def test_several_calls_before_one_backward_are_told_apart():
 
 
 def test_gradients_that_are_accumulated_are_checked_at_each_backward():
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), Doing(torch.sqrt))
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Giving(torch.sqrt))
     nn.init.ones_(model[0].weight)
 
     def run():
@@ -463,7 +453,7 @@ def test_gradients_that_are_accumulated_are_checked_at_each_backward():
 
 
 def test_autograd_grad_is_seen_and_gradients_of_inputs_too():
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), Doing(torch.sqrt))
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Giving(torch.sqrt))
     nn.init.ones_(model[0].weight)
 
     def of_weights():
@@ -479,7 +469,7 @@ def test_autograd_grad_is_seen_and_gradients_of_inputs_too():
 
 
 def test_a_parameter_that_is_trained_only_later_is_seen():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: (x * 0).sqrt()))
     model.requires_grad_(False)
 
     def run():
@@ -506,7 +496,7 @@ def test_checkpointed_modules_are_looked_into(reentrant):
             super().__init__()
             self.first, self.inner = (
                 nn.Linear(3, 3),
-                nn.Sequential(nn.Linear(3, 3), Doing(function)),
+                nn.Sequential(nn.Linear(3, 3), Giving(function)),
             )
 
         def forward(self, x):
@@ -562,7 +552,7 @@ def rooted(x):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # torch's own
 @pytest.mark.parametrize("nested", [False, True])
 def test_operations_inside_of_an_older_checkpoint_are_named_and_replayed(nested, tmp_path):
-    inner = nn.Sequential(nn.Linear(3, 3), Doing(rooted))
+    inner = nn.Sequential(nn.Linear(3, 3), Giving(rooted))
     model = nn.Sequential(nn.Linear(3, 3), Again(Again(inner) if nested else inner))
     fault = fault_in(lambda: model(1e3 * torch.ones(2, 3)).sum().backward(), model, to=tmp_path)
     assert fault.place == ("1.inner.inner.1/sqrt" if nested else "1.inner.1/sqrt")
@@ -574,7 +564,7 @@ def test_operations_inside_of_an_older_checkpoint_are_named_and_replayed(nested,
 
 @pytest.mark.parametrize("careful", [False, True])
 def test_a_bad_gradient_that_flows_into_an_older_checkpoint_is_not_blamed_on_it(careful):
-    model = nn.Sequential(Again(nn.Linear(3, 3)), Doing(rooted))
+    model = nn.Sequential(Again(nn.Linear(3, 3)), Giving(rooted))
     x = 1e3 * torch.ones(2, 3, requires_grad=True)
     fault = fault_in(lambda: model(x).sum().backward(), model, careful=careful)
     assert (fault.path, fault.node, fault.others) == ("1", "SqrtBackward0", [])
@@ -583,7 +573,7 @@ def test_a_bad_gradient_that_flows_into_an_older_checkpoint_is_not_blamed_on_it(
 @pytest.mark.parametrize("careful", [False, True])
 @pytest.mark.parametrize("sizes", [(1e3, 1.0), (1.0, 1e3)])
 def test_of_several_calls_with_older_checkpoints_the_module_is_named(sizes, careful):
-    model = nn.Sequential(nn.Linear(3, 3), Again(nn.Sequential(Doing(rooted), nn.Linear(3, 3))))
+    model = nn.Sequential(nn.Linear(3, 3), Again(nn.Sequential(Giving(rooted), nn.Linear(3, 3))))
     calls = [size * torch.ones(2, 3) for size in sizes]
     fault = fault_in(lambda: sum(model(x).sum() for x in calls).backward(), model, careful=careful)
     assert (fault.path, fault.node) == ("1.inner.0", "SqrtBackward0")
@@ -598,7 +588,7 @@ def test_a_nan_that_attention_hides_from_the_output_is_told_as_what_made_it(arou
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear, self.query = nn.Linear(8, 8), Doing(logarithm)
+            self.linear, self.query = nn.Linear(8, 8), Giving(logarithm)
 
         def forward(self, x):
             h = self.linear(x).unflatten(-1, (2, 4)).transpose(1, 2)
@@ -632,7 +622,7 @@ def test_only_the_model_itself_is_hooked_so_that_fast_paths_stay():
 
 
 def test_inputs_that_were_changed_in_place_are_noticed_and_modules_checked_from_then_on():
-    model = nn.Sequential(Doing(lambda x: x.add_(1)), nn.Linear(3, 3), Doing(lambda x: x / 0))
+    model = nn.Sequential(Giving(lambda x: x.add_(1)), nn.Linear(3, 3), Giving(lambda x: x / 0))
     guard = guarded(model)
     with pytest.raises(hl.NonFiniteError) as found, guard:
         model(torch.ones(3))
@@ -648,7 +638,7 @@ def test_inputs_that_were_changed_in_place_are_noticed_and_modules_checked_from_
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_what_a_model_writes_into_its_input_did_not_come_in_with_it(mode):
-    model = nn.Sequential(nn.Identity(), Doing(lambda x: x.sub_(2).log_()), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Identity(), Giving(lambda x: x.sub_(2).log_()), nn.Linear(3, 3))
 
     def run():
         with mode():
@@ -663,7 +653,7 @@ def test_what_a_model_writes_into_its_input_did_not_come_in_with_it(mode):
 
 
 def test_inputs_are_copied_as_soon_as_a_call_was_seen_to_change_them():
-    model = nn.Sequential(Doing(lambda x: x.add_(1)), nn.Linear(3, 3), Doing(torch.abs))
+    model = nn.Sequential(Giving(lambda x: x.add_(1)), nn.Linear(3, 3), Giving(torch.abs))
     weight = model[1].weight
 
     def run():
@@ -688,7 +678,7 @@ def test_where_graphs_are_held_only_few_are():
     def graphs_alive():
         return sum(token() is not None for token in tokens)
 
-    model = nn.Sequential(nn.Linear(3, 3), Doing(marked))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(marked))
     guard = guarded(model, careful=True).attach()
     for _ in range(10):
         model(torch.ones(3))
@@ -704,7 +694,7 @@ def test_where_graphs_are_held_only_few_are():
 def test_an_attached_guard_checks_modules_after_a_call_that_it_could_not_repeat():
     state = iter(range(100))  # no rerun is like the first run
     model = nn.Sequential(
-        nn.Linear(3, 3), Doing(lambda x: x / 0 if next(state) in (0, 2) else x), nn.Linear(3, 3)
+        nn.Linear(3, 3), Giving(lambda x: x / 0 if next(state) in (0, 2) else x), nn.Linear(3, 3)
     )
     guard = guarded(model).attach()
     with pytest.raises(hl.NonFiniteError) as found:
@@ -726,7 +716,7 @@ def test_a_second_run_that_is_bad_elsewhere_is_told_so():
         x[next(state)] = math.nan
         return x
 
-    model = nn.Sequential(nn.Identity(), Doing(changing))
+    model = nn.Sequential(nn.Identity(), Giving(changing))
     fault = fault_in(lambda: model(torch.ones(30)), model)
     assert fault.place == "1/setitem"
     assert "bad at other places" in fault.remarks[0]
@@ -734,7 +724,7 @@ def test_a_second_run_that_is_bad_elsewhere_is_told_so():
 
 def test_weights_that_were_stepped_since_are_noticed():
     """A backward after the step: the call is not what it was."""
-    model = nn.Sequential(nn.Linear(3, 3), Doing(torch.sqrt))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(torch.sqrt))
     nn.init.zeros_(model[0].weight), nn.init.zeros_(model[0].bias)
 
     def run():
@@ -754,15 +744,15 @@ def test_an_opaque_argument_is_doubted():
     class Cache:
         pass
 
-    model = Doing(lambda x, cache: x / 0)
+    model = Giving(lambda x, cache: x / 0)
     fault = fault_in(lambda: model(torch.ones(3), Cache()), model)
     assert "given a Cache" in fault.remarks[0]
 
 
 CAREFUL = {
-    "leaf": (lambda: nn.Sequential(nn.Linear(3, 3), Doing(torch.log)), torch.zeros(3), "1"),
+    "leaf": (lambda: nn.Sequential(nn.Linear(3, 3), Giving(torch.log)), torch.zeros(3), "1"),
     "own forward": (
-        lambda: Doing(nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0), nn.Linear(3, 3))),
+        lambda: Giving(nn.Sequential(nn.Linear(3, 3), Giving(lambda x: x / 0), nn.Linear(3, 3))),
         torch.ones(3), "function.1",
     ),
 }  # fmt: skip
@@ -801,7 +791,7 @@ def test_where_modules_are_checked_bad_parameters_and_inputs_are_told_apart():
 
 
 def test_where_modules_are_checked_a_backward_is_looked_into_as_it_runs():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: (x * 0).sqrt()), nn.Linear(3, 3))
     fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model, careful=True)
     assert (fault.backward, fault.path, fault.node) == (True, "1", "SqrtBackward0")
 
@@ -834,7 +824,7 @@ def test_an_output_that_was_infinite_on_purpose_is_accused_of_a_nan():
 
 
 def test_a_mask_among_the_inputs_is_meant_and_a_row_without_anything_is_a_fault():
-    model = Doing(lambda x, mask: (x + mask).softmax(-1))
+    model = Giving(lambda x, mask: (x + mask).softmax(-1))
     fault = fault_in(
         lambda: model(torch.ones(2, 2), torch.tensor([[-INF, -INF], [0.0, -INF]])), model
     )
@@ -843,7 +833,7 @@ def test_a_mask_among_the_inputs_is_meant_and_a_row_without_anything_is_a_fault(
 
 
 def test_infinite_inputs_that_are_no_mask_came_in_bad():
-    model = Doing(lambda x, mask: x + mask)
+    model = Giving(lambda x, mask: x + mask)
     for mask in (torch.full((2, 2), -INF), torch.tensor([[-INF, 1.0]]), torch.tensor([0.0, INF])):
         fault = fault_in(lambda: model(torch.ones(2, 2), mask), model)  # noqa: B023
         assert (fault.kind, fault.place) == ("input", ":inputs[1]")
@@ -867,7 +857,7 @@ def test_infinite_inputs_that_are_no_mask_came_in_bad():
     ],
 )
 def test_the_rule_for_infinities_that_are_meant(function, blamed):
-    model = Doing(function)
+    model = Giving(function)
     if blamed is None:
         with guarded(model):
             assert model(torch.tensor([1.0, 2.0])).isinf().any()
@@ -877,20 +867,20 @@ def test_the_rule_for_infinities_that_are_meant(function, blamed):
 
 @pytest.mark.parametrize("ignore", ["1", "1/log", ["0", nn.Identity, "1/*"], ""])
 def test_ignored_places_are_not_accused(ignore):
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).log()), nn.Identity())
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: (x * 0).log()), nn.Identity())
     with guarded(model, ignore=ignore):
         model(torch.ones(3))
 
 
 def test_ignored_inputs_parameters_and_backwards_are_not_accused():
-    model = Doing(lambda x, extra: x + extra)
+    model = Giving(lambda x, extra: x + extra)
     with guarded(model, ignore=":inputs[1]"):
         model(torch.ones(3), torch.full((3,), math.nan))
     linear = nn.Linear(3, 3)
     linear.bias.data[0] = math.nan
     with guarded(linear, ignore="bias"):
         linear(torch.ones(3))
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: (x * 0).sqrt()))
     for place in ("1", "1/sqrt"):
         with guarded(model, ignore=place):
             model(torch.ones(3)).sum().backward()
@@ -899,7 +889,7 @@ def test_ignored_inputs_parameters_and_backwards_are_not_accused():
 
 
 def test_gradients_of_what_is_ignored_in_a_forward_are_told_as_such():
-    model = nn.Sequential(Doing(lambda x: (x * 0).log()), nn.Linear(3, 3))
+    model = nn.Sequential(Giving(lambda x: (x * 0).log()), nn.Linear(3, 3))
     fault = fault_in(lambda: model(torch.ones(3)).sum().backward(), model, ignore="0/log")
     assert "its forward makes bad numbers that are ignored" in fault.remarks[0]
 
@@ -917,7 +907,7 @@ def test_a_place_that_cannot_be_ignored_is_refused_on_entering():
 
 
 def test_gradients_that_only_the_scale_makes_infinite_are_left_to_the_scaler():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x.half() * 2).float()))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: (x.half() * 2).float()))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     guard = guarded(model, scaler=scaler)
@@ -947,7 +937,7 @@ def test_a_backward_with_others_inside_of_it_is_skipped_once(careful):
 
 
 def test_gradients_that_are_bad_without_the_scale_too_are_accused():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: (x * 0).sqrt()))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: (x * 0).sqrt()))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     fault = fault_in(
         lambda: scaler.scale(model(torch.ones(3)).sum()).backward(), model, scaler=scaler
@@ -977,13 +967,13 @@ def test_autocast_is_as_it_was_when_a_call_is_run_again_in_a_backward():
 
 
 def test_a_compiled_model_runs_eagerly_inside_and_its_producer_is_named():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: x / 0))
     compiled = torch.compile(model, backend="eager")
     assert fault_in(lambda: compiled(torch.ones(3)), compiled).place == "1/div"
 
 
 def test_an_error_of_the_model_itself_is_not_touched():
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: 1 / 0))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: 1 / 0))
     with pytest.raises(ZeroDivisionError), guarded(model):
         model(torch.ones(3))
     assert_clean(model)
@@ -998,7 +988,7 @@ def test_a_model_in_ddp_is_run_again_without_the_other_ranks(tmp_path):
 
     distributed.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Doing(torch.abs))
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Giving(torch.abs))
         spread = DistributedDataParallel(model)
         with guarded(spread):
             spread(torch.randn(4, 3)).sum().backward()
@@ -1016,7 +1006,7 @@ def test_where_a_device_must_be_waited_for_a_step_is_checked_once(monkeypatch):
     from hookline.guards import guarding as guards
 
     monkeypatch.setattr(guards, "_must_be_waited_for", lambda probes: True)
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x / 0))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: x / 0))
     with guarded(model):
         out = model(torch.ones(3))
         with pytest.raises(hl.NonFiniteError, match="1/div"):
@@ -1032,7 +1022,7 @@ def test_where_a_device_must_be_waited_for_a_step_is_checked_once(monkeypatch):
 
 
 def test_many_calls_may_stand_before_one_backward():
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), Doing(torch.sqrt))
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), Giving(torch.sqrt))
     nn.init.ones_(model[0].weight)
 
     def run():
@@ -1045,7 +1035,7 @@ def test_many_calls_may_stand_before_one_backward():
 
 def test_a_call_that_feeds_another_is_not_taken_for_the_loss():
     """What flows into the first call is bad, but it was made in the second."""
-    cell = nn.Sequential(nn.Linear(3, 3), Doing(torch.abs))
+    cell = nn.Sequential(nn.Linear(3, 3), Giving(torch.abs))
     nn.init.zeros_(cell[0].bias)
 
     def run():
@@ -1071,7 +1061,7 @@ def test_calls_without_a_backward_are_not_kept():
 
 @pytest.mark.parametrize("careful", [False, True])
 def test_a_lazy_model_is_guarded(careful):
-    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), Doing(torch.abs))
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), Giving(torch.abs))
 
     def run():
         model(torch.randn(4, 2)).sum().backward()
@@ -1083,20 +1073,20 @@ def test_a_lazy_model_is_guarded(careful):
 
 def test_a_second_run_that_fails_is_a_doubt_and_not_the_error():
     numbers = iter([1.0])
-    model = nn.Sequential(nn.Linear(3, 3), Doing(lambda x: x * next(numbers) / 0))
+    model = nn.Sequential(nn.Linear(3, 3), Giving(lambda x: x * next(numbers) / 0))
     fault = fault_in(lambda: model(torch.ones(3)), model)
     assert fault.kind == "unknown"
     assert "the second run raised StopIteration" in fault.remarks[0]
 
 
 def test_a_guard_at_a_part_of_a_model_speaks_of_that_part():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), Doing(torch.log)))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), Giving(torch.log)))
     model[1][0].weight.data.zero_(), model[1][0].bias.data.zero_()
     assert fault_in(lambda: model(torch.ones(3)), model[1]).place == "1/log"
 
 
 def test_the_message_has_place_numbers_arguments_line_and_what_to_do():
-    model = nn.Sequential(nn.Linear(2, 2), Doing(lambda x: torch.zeros(2) / torch.zeros(2)))
+    model = nn.Sequential(nn.Linear(2, 2), Giving(lambda x: torch.zeros(2) / torch.zeros(2)))
     with pytest.raises(hl.NonFiniteError) as found, guarded(model):
         model(torch.ones(2))
     error = found.value
@@ -1107,7 +1097,7 @@ def test_the_message_has_place_numbers_arguments_line_and_what_to_do():
     assert isinstance(error, (hl.HooklineError, ArithmeticError))
     assert str(error).splitlines() == [
         "guard found numbers that are not finite in step 0, the model's output: 2 NaN of 2.",
-        "'1/div': 'div' in '1' (Doing) made them from finite inputs:",
+        "'1/div': 'div' in '1' (Giving) made them from finite inputs:",
         "  made         (2,) float32: 2 NaN of 2, first at [0]; nothing finite",
         "  given input  (2,) float32: all 0",
         "  given other  (2,) float32: all 0",
@@ -1174,20 +1164,20 @@ def test_a_transformer_that_computes_with_nested_tensors_is_not_accused(careful)
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_bad_numbers_in_nested_and_sparse_tensors_are_seen(made, careful):
-    model = nn.Sequential(nn.Identity(), Doing(made))
+    model = nn.Sequential(nn.Identity(), Giving(made))
     fault = fault_in(lambda: model(torch.ones(4, 4)), model, careful=careful)
     assert fault.place == ("1" if careful else "1/div")
     assert fault.seen[0][1].positive == 16
 
 
 def test_bad_numbers_beside_a_part_of_a_nested_tensor_are_not_its_own():
-    model = Doing(lambda x: nested(x.log()).chunk(2, -1)[1])
+    model = Giving(lambda x: nested(x.log()).chunk(2, -1)[1])
     with guarded(model):
         model(torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]]))
 
 
 def test_the_part_of_a_nested_output_is_told():
-    model = Doing(lambda x: {"good": x, "bad": [x, x.log()]})
+    model = Giving(lambda x: {"good": x, "bad": [x, x.log()]})
     fault = fault_in(lambda: model(torch.zeros(3)), model)
     assert fault.seen[0][0] == "the model's output[bad][1]"
     assert (fault.seen[0][1].negative, fault.seen[0][1].first) == (3, (0,))
@@ -1226,7 +1216,7 @@ def test_batched_gradients_are_let_by():
 @pytest.mark.parametrize("careful", [False, True])
 def test_nothing_is_written_unless_a_folder_is_given(careful, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = nn.Sequential(nn.Identity(), Doing(torch.log))
+    model = nn.Sequential(nn.Identity(), Giving(torch.log))
     with pytest.raises(hl.NonFiniteError, match=r'guard\(model, to="dumps"\)') as caught:
         with hl.guard(model, careful=careful):
             model(torch.zeros(2))

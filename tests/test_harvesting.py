@@ -25,7 +25,8 @@ import numpy as np
 import pytest
 import torch
 from environment import ROOT
-from oracles import assert_clean, bits
+from models import SometimesTuple
+from oracles import assert_clean, bits, rows_by_hand
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -43,23 +44,6 @@ from hookline.storage import writing as store_writing
 def small(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.Tanh()).eval()
-
-
-def seen_by_torch(model, batches, *paths):
-    """The outputs of modules, by torch's own hooks."""
-    found = {path: [] for path in paths}
-    handles = [
-        model.get_submodule(path).register_forward_hook(
-            lambda module, args, output, path=path: found[path].append(output.detach().clone())
-        )
-        for path in paths
-    ]
-    with torch.no_grad():
-        for batch in batches:
-            model(batch)
-    for handle in handles:
-        handle.remove()
-    return {path: torch.cat(values) for path, values in found.items()}
 
 
 def assert_same(store, expected):
@@ -115,7 +99,7 @@ def ids_of(batch):
 def test_what_is_stored_is_what_hooks_see(data, to):
     model = small()
     store = hl.harvest(model, data, ["0", "2"], to=to, quiet=True)
-    assert_same(store, seen_by_torch(model, data, "0", "2"))
+    assert_same(store, rows_by_hand(model, data, "0", "2"))
     assert store.ids == list(range(50))
     assert store.places() == ["0", "2"]
     assert_clean(model)
@@ -286,7 +270,7 @@ def test_slices_transforms_and_dtypes(data, to):
         small(), data, "0", to=to, at=np.s_[:, :2], transform=lambda v: v * 2,
         dtype=torch.bfloat16, quiet=True,
     )  # fmt: skip
-    rows = seen_by_torch(small(), data, "0")["0"]
+    rows = rows_by_hand(small(), data, "0")["0"]
     assert_same(store, {"0": (rows[:, :2] * 2).bfloat16()})
 
 
@@ -446,7 +430,7 @@ def test_a_harvest_goes_on_with_the_places_that_it_began_with(data, to):
         hl.harvest(model, stopping(batches, 3), "h.*", to=to, quiet=True)
     store = hl.harvest(model, batches, "h.*", to=to, quiet=True)
     assert store.places() == ["h.0", "h.2"]
-    assert_same(store, seen_by_torch(model, batches, "h.0", "h.2"))
+    assert_same(store, rows_by_hand(model, batches, "h.0", "h.2"))
 
 
 def test_a_place_that_does_not_fire_when_a_harvest_goes_on_is_an_error(data, to):
@@ -456,7 +440,7 @@ def test_a_place_that_does_not_fire_when_a_harvest_goes_on_is_an_error(data, to)
     for _ in range(2):
         with pytest.raises(hl.NeverFired, match=r"'h.1'"):
             hl.harvest(model, batches, "h.*", to=to, quiet=True)
-    assert_same(hl.Store.open(to), seen_by_torch(model, batches[:3], "h.0", "h.1", "h.2"))
+    assert_same(hl.Store.open(to), rows_by_hand(model, batches[:3], "h.0", "h.1", "h.2"))
 
 
 def test_training_mode_is_warned_of(data, to):
@@ -513,7 +497,7 @@ def test_data_comes_in_many_ways_and_is_gone_on_with(kind, data, to):
     store = hl.harvest(small(), given(), "0", to=to, quiet=True, forward=forward)
     assert len(calls) == 4 + len(data) - 3
     assert asked in ([], [0, 2])  # the last one that is there is looked at again
-    assert_same(store, seen_by_torch(small(), data, "0"))
+    assert_same(store, rows_by_hand(small(), data, "0"))
     assert store.ids == list(range(50))
 
 
@@ -672,7 +656,7 @@ def test_a_batch_of_no_samples_is_done_like_others(batches, to):
     more = [*data, torch.randn(3, 4)]
     store = hl.harvest(model, more, "0", to=to, statistics=[hl.Mean()], quiet=True)
     assert (len(store), len(calls)) == (sum(batches) + 3, len(batches) + 1)
-    assert_same(store, seen_by_torch(small(), more, "0"))
+    assert_same(store, rows_by_hand(small(), more, "0"))
     mean = hl.Measurements.load(to / "statistics")["0"]["mean"]
     assert torch.allclose(mean, store["0"][:].double().mean(0))
 
@@ -706,7 +690,7 @@ def test_a_complete_harvest_sees_whether_the_data_is_the_same_and_whether_there_
     with pytest.raises(hl.HarvestError, match=r"no batches|ends before batch 3"):
         hl.harvest(small(), given([]), "0", to=to, quiet=True)
     store = hl.harvest(small(), given(data), "0", to=to, quiet=True)
-    assert_same(store, seen_by_torch(small(), data, "0"))
+    assert_same(store, rows_by_hand(small(), data, "0"))
 
 
 def test_of_a_stream_as_long_as_before_only_the_first_batch_is_loaded(data, to):
@@ -756,7 +740,7 @@ def test_in_a_sealed_folder_a_complete_harvest_is_there_and_another_fails_at_onc
 def test_more_data_is_gone_on_with_and_less_is_refused(data, to):
     hl.harvest(small(), data[:4], "0", to=to, quiet=True)
     store = hl.harvest(small(), data, "0", to=to, quiet=True)
-    assert_same(store, seen_by_torch(small(), data, "0"))
+    assert_same(store, rows_by_hand(small(), data, "0"))
     with pytest.raises(hl.HarvestError, match="ends before batch 6"):
         hl.harvest(small(), data[:4], "0", to=to, quiet=True)
 
@@ -921,7 +905,7 @@ def test_data_that_cannot_tell_its_length_yet_is_gone_through(data, to, capsys):
 
     store = hl.harvest(small(), Later(), "0", to=to)
     assert "nobody knows how many" in capsys.readouterr().err
-    assert_same(store, seen_by_torch(small(), data, "0"))
+    assert_same(store, rows_by_hand(small(), data, "0"))
 
 
 class Terminal(io.StringIO):
@@ -987,7 +971,7 @@ def test_a_disk_that_fills_up_raises_here_and_leaves_a_sound_store(data, to, mon
     stored = len(hl.Store.open(to))
     assert 0 < stored < 50
     store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
-    assert_same(store, seen_by_torch(small(), data, "0"))
+    assert_same(store, rows_by_hand(small(), data, "0"))
     check_mean(to, store)
 
 
@@ -1041,7 +1025,7 @@ def test_memory_is_bounded_when_the_disk_is_slow(data, to, monkeypatch):
     store = hl.harvest(small(), batches(), "0", to=to, quiet=True)
     timer.join()
     assert seen[0] <= 4 < len(made)  # one is being written, two wait, and one waits to wait
-    assert_same(store, seen_by_torch(small(), data, "0"))
+    assert_same(store, rows_by_hand(small(), data, "0"))
 
 
 def test_the_first_batch_is_let_go_of_while_the_others_run(to):
@@ -1218,7 +1202,7 @@ def test_ranks_share_the_batches_and_the_last_one_joins_them(data, to):
         store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=kinds)
     assert sorted(store.ids) == list(range(50))
     order = torch.tensor(store.ids).argsort()
-    assert torch.equal(store["0"][order], seen_by_torch(small(), data, "0")["0"])
+    assert torch.equal(store["0"][order], rows_by_hand(small(), data, "0")["0"])
     check_mean(to, store)
     content = json.loads((to / "harvest.json").read_text())
     assert [one["batches"] for one in content["ranks"]] == [4, 3]
@@ -1291,7 +1275,7 @@ def test_more_ranks_than_batches(data, to):
         hl.harvest(small(), data[:2], "0", to=to, quiet=True)
     with as_rank(0, 3):
         store = hl.harvest(small(), data[:2], "0", to=to, quiet=True)
-    assert_same(store, seen_by_torch(small(), data[:2], "0"))
+    assert_same(store, rows_by_hand(small(), data[:2], "0"))
 
 
 def test_batches_that_grow_need_ids_on_several_ranks(data, to):
@@ -1353,7 +1337,7 @@ def test_samples_are_numbered_by_the_tensor_that_holds_them(data, to):
             store = hl.harvest(small(), batches, "0", to=to, **given)
     assert sorted(store.ids) == list(range(50))
     order = torch.tensor(store.ids).argsort()
-    assert torch.equal(store["0"][order], seen_by_torch(small(), data, "0")["0"])
+    assert torch.equal(store["0"][order], rows_by_hand(small(), data, "0")["0"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -1573,7 +1557,7 @@ def test_batches_of_any_kind_are_gone_on_with(data, to):
         with pytest.raises(Stopped):
             hl.harvest(small(), stopping(given, 2), "0", quiet=True, **run)
         assert_same(
-            hl.harvest(small(), given, "0", quiet=True, **run), seen_by_torch(small(), data, "0")
+            hl.harvest(small(), given, "0", quiet=True, **run), rows_by_hand(small(), data, "0")
         )
 
 
@@ -1601,7 +1585,7 @@ def test_a_harvest_of_a_cnn_over_the_digits(to):
         statistics={"sparsity": hl.Sparsity(dim=None)},
     )  # fmt: skip
     batches = pictures.split(128)
-    expected = seen_by_torch(model, batches, "0", "5")
+    expected = rows_by_hand(model, batches, "0", "5")
     assert_same(store, {place: rows.half() for place, rows in expected.items()})
     # A linear probe on what was stored finds the digits again.
     features, answers = store["5"].to_numpy().astype("float32"), np.eye(10)[labels]
@@ -1663,7 +1647,7 @@ def test_ctrl_c_leaves_a_valid_store_that_is_gone_on_with(data, to):
     assert "is sound and has 24 samples; the same harvest again goes on" in result.stderr
     assert len(hl.Store.open(to)) == 24
     store = hl.harvest(small(), data, "0", to=to, quiet=True, statistics=[hl.Mean()])
-    assert_same(store, seen_by_torch(small(), data, "0"))
+    assert_same(store, rows_by_hand(small(), data, "0"))
     check_mean(to, store)
 
 
@@ -1700,7 +1684,7 @@ def test_ctrl_c_while_the_end_is_awaited_waits_for_what_is_being_written(data, t
     told = int(re.search(r"has (\d+) samples", result.stdout)[1])
     assert told == len(hl.Store.open(to)) < 50
     store = hl.harvest(small(), data, "0", to=to, quiet=True)
-    assert_same(store, seen_by_torch(small(), data, "0"))
+    assert_same(store, rows_by_hand(small(), data, "0"))
 
 
 KILLER = """
@@ -1819,12 +1803,12 @@ def test_the_workers_of_a_loader_end_with_a_harvest_that_fails(data, to):
         forward.seen.append(batch)
         return model(batch)
 
-    forward.seen = []
+    forward.seen, others = [], set(multiprocessing.active_children())
     loader = DataLoader(torch.cat(data), batch_size=4, num_workers=1)
     with pytest.raises(Stopped) as caught:
         hl.harvest(small(), loader, "0", to=to, forward=forward, quiet=True)
     assert caught.value  # which holds its frames, as a notebook holds the last error
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) == others
 
 
 @pytest.mark.parametrize("recurs", [True, False])
@@ -1845,7 +1829,7 @@ def test_warnings_of_what_was_dropped_are_given_when_it_goes_on(data, to):
     with pytest.warns(hl.HooklineWarning, match="dropped 10 B"):
         store = hl.harvest(small(), data, "0", to=to, quiet=True)
     with warnings.catch_warnings(action="error"):
-        assert_same(store, seen_by_torch(small(), data, "0"))
+        assert_same(store, rows_by_hand(small(), data, "0"))
 
 
 def test_values_that_do_not_fit_the_store_name_the_place_and_advise_nothing_in_vain(to):
@@ -1863,7 +1847,7 @@ def test_names_of_wrappers_may_be_left_out_where_a_harvest_is_read(data, to):
     store = hl.harvest(compiled, data, ["0", "3:input"], to=to, statistics=[hl.Mean()], quiet=True)
     assert store.places() == ["_orig_mod.0", "_orig_mod.3:input"]
     assert "0" in store
-    assert_same(store, seen_by_torch(model, data, "0"))
+    assert_same(store, rows_by_hand(model, data, "0"))
     assert store["3:input"].shape == store["_orig_mod.3:input"].shape == (50, 3)
     found = hl.Measurements.load(to / "statistics")
     assert torch.equal(found["0"]["mean"], found["_orig_mod.0"]["mean"])
@@ -1872,17 +1856,10 @@ def test_names_of_wrappers_may_be_left_out_where_a_harvest_is_read(data, to):
         store["1"]
 
 
-class Sometimes(nn.Module):
-    """Returns a tuple only when it is given something more."""
-
-    def forward(self, x, extra=None):
-        return x * 2 if extra is None else (x + extra,)
-
-
 class CallsTwice(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner = Sometimes()
+        self.inner = SometimesTuple()
 
     def forward(self, x):
         return self.inner(x) + self.inner(x, x * 4)[0]

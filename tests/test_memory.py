@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Mark, Token, small
+from models import Mark, OneOfTwo, Token, small
 from oracles import assert_clean, objects_alive
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -307,16 +307,8 @@ def test_a_finished_edit_keeps_neither_values_nor_graphs(verb):
 
 
 def test_the_exception_of_a_place_that_never_fired_keeps_no_model():
-    class Idle(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.used(x)
-
     def fail():
-        model = Idle()
+        model = OneOfTwo()
         try:
             with hl.capture(model, "used", "unused", detach=True):
                 model(torch.ones(1, 3))

@@ -12,17 +12,13 @@ from contextlib import ExitStack, nullcontext, suppress
 import numpy as np
 import pytest
 import torch
+from models import Token, mlp
 from oracles import assert_clean, assert_same_state, bits, state_bits
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_map
 
 import hookline as hl
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 class Tied(nn.Module):
@@ -651,17 +647,13 @@ def test_a_graph_without_our_care_is_right_or_refused(steps, elsewhere):
     assert x.grad is None or torch.equal(x.grad, expected.expand_as(x))
 
 
-class Mark:
-    pass
-
-
 def test_a_weight_edit_leaks_no_graph():
     model = mlp()
     gc.collect()
     gc.disable()
     try:
         for use in ("backward inside", "backward after", "none", "error"):
-            watched, mark = [], Mark()
+            watched, mark = [], Token()
             x = X.clone().requires_grad_()
             try:
                 with hl.edit(model, "**.weight", hl.scale(2.0)):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from environment import TORCH, since_the_reset
-from oracles import assert_clean, bits
+from oracles import assert_clean, bits, by_hand
 from ranks import on_ranks
 from torch import Tensor, distributed, nn
 
@@ -99,29 +99,6 @@ def mean_over_ranks(tensor: Tensor) -> Tensor:
     return shared
 
 
-def by_hand(model: nn.Module, run) -> dict[str, Tensor]:
-    """What hooks written by hand see: outputs, first inputs, and gradients of outputs."""
-    seen, handles = {}, []
-
-    def keep(name, value):
-        seen[name] = value.detach().clone()
-
-    def before(name, module, args):
-        keep(f"{name}:input", args[0])
-
-    def after(name, module, args, output):
-        keep(name, output)
-        output.register_hook(functools.partial(keep, f"{name}:grad_output"))
-
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(functools.partial(before, name)))
-        handles.append(module.register_forward_hook(functools.partial(after, name)))
-    run()
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
 def assert_captures_change_nothing(make, detach) -> None:
     """A training with captures at everything is that without them, bit for bit."""
     bare, model = train(make()), make()
@@ -133,7 +110,8 @@ def assert_captures_change_nothing(make, detach) -> None:
 def assert_same_as_by_hand(make, run_with) -> None:
     """Every value that hooks written by hand see is in a record, bit for bit."""
     model = make()
-    expected = by_hand(model, lambda: run_with(model))
+    places = by_hand(model, run_with, gradients=True).places
+    expected = {name: values[-1] for name, values in places.items()}
     assert len(expected) > 3 * len(list(model.modules())) - 4  # of changed views torch has none
     model = make()
     with hl.capture(model, *EVERYTHING[:-1], detach=True) as record:

@@ -13,16 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from models import Swallowing, small
+from models import Giving, OneOfTwo, SometimesTuple, Swallowing, small
 from oracles import assert_clean, work_of
 from torch import nn
 
 import hookline as hl
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 def with_hooks(model, paths, x):
@@ -58,22 +53,11 @@ class ChangesItsPair(nn.Module):
         return p + q
 
 
-class Returns(nn.Module):
-    """Returns whatever its function makes of the input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 # -- reading ------------------------------------------------------------------------------------
 
 
 def test_a_record_holds_what_hand_written_hooks_see():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
     seen = with_hooks(model, ["0", "1", "2"], x)
     with hl.capture(model, "*") as record:
         model(x)
@@ -84,7 +68,7 @@ def test_a_record_holds_what_hand_written_hooks_see():
 
 
 def test_a_value_can_be_read_by_place_module_pair_and_call():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
     with hl.capture(model, "0", "2:input") as record:
         model(x)
     value = record["0"]
@@ -98,7 +82,7 @@ def test_a_value_can_be_read_by_place_module_pair_and_call():
 
 
 def test_several_calls_raise_and_the_error_names_the_ways_to_read_them():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "0") as record:
         for n in range(3):
             model(torch.full((1, 3), float(n)))
@@ -112,7 +96,7 @@ def test_several_calls_raise_and_the_error_names_the_ways_to_read_them():
 
 
 def test_a_call_that_was_not_made_is_an_error_with_the_number_of_calls():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "0") as record:
         model(torch.ones(1, 3))
     for call in (1, -2):
@@ -121,7 +105,7 @@ def test_a_call_that_was_not_made_is_an_error_with_the_number_of_calls():
 
 
 def test_a_call_can_be_a_numpy_integer():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "0") as record:
         model(torch.zeros(1, 3))
         model(torch.ones(1, 3))
@@ -129,7 +113,7 @@ def test_a_call_can_be_a_numpy_integer():
 
 
 def test_calls_is_a_list_for_a_single_call_too():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "0") as record:
         model(torch.ones(1, 3))
     (value,) = record.calls("0")
@@ -137,7 +121,7 @@ def test_calls_is_a_list_for_a_single_call_too():
 
 
 def test_what_was_not_captured_is_an_error_with_the_closest_places():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "0", "1:input") as record:
         model(torch.ones(1, 3))
     with pytest.raises(hl.NotCaptured, match=r"'2' was asked.*not captured.*places\(\)"):
@@ -149,7 +133,7 @@ def test_what_was_not_captured_is_an_error_with_the_closest_places():
 
 
 def test_a_glob_that_matches_several_captured_places_is_no_key():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "*") as record:
         model(torch.ones(1, 3))
     with pytest.raises(hl.NotCaptured, match="matches 3 places"):
@@ -157,7 +141,7 @@ def test_a_glob_that_matches_several_captured_places_is_no_key():
 
 
 def test_iteration_length_and_membership_go_by_place():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "0", "2") as record:
         model(torch.ones(1, 3))
     assert list(record) == ["0", "2"]
@@ -171,7 +155,7 @@ def test_iteration_length_and_membership_go_by_place():
 
 
 def test_items_gives_every_place_once_for_each_call():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "1", "0") as record:
         model(torch.zeros(1, 3))
         model(torch.ones(1, 3))
@@ -205,7 +189,7 @@ def test_tensor_gives_the_only_tensor_or_lists_the_parts():
 
 
 def test_tensor_of_a_value_without_tensors_says_so():
-    model = Returns(lambda x: {"n": 3})
+    model = Giving(lambda x: {"n": 3})
     with hl.capture(model, "") as record:
         model(torch.ones(1))
     with pytest.raises(hl.SeveralTensors, match="a dict and holds none"):
@@ -229,12 +213,12 @@ def test_cat_and_stack_join_the_calls():
 
 
 def test_cat_of_a_nested_value_takes_its_only_tensor_or_says_which_there_are():
-    model = Returns(lambda x: {"h": x, "n": 1})
+    model = Giving(lambda x: {"h": x, "n": 1})
     with hl.capture(model, "") as record:
         model(torch.zeros(1, 2))
         model(torch.ones(1, 2))
     assert torch.equal(record.cat(""), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
-    model = Returns(lambda x: (x, x + 1))
+    model = Giving(lambda x: (x, x + 1))
     with hl.capture(model, "") as record:
         model(torch.zeros(1, 2))
     with pytest.raises(hl.SeveralTensors, match=r"\[0\].*\[1\]"):
@@ -298,7 +282,7 @@ def test_every_alias_reads_the_one_place():
 
 
 def test_a_record_does_not_keep_the_model_alive():
-    model = mlp()
+    model = small(seed=0)
     with torch.no_grad(), hl.capture(model, "*", "0:input", "0.weight") as record:
         model(torch.ones(1, 3))
     gone = weakref.ref(model), weakref.ref(model[0])
@@ -366,7 +350,7 @@ def test_a_module_at_the_address_of_a_dead_one_does_not_inherit_its_values():
 
 
 def test_the_repr_is_a_table_of_places_calls_shapes_dtypes_and_sizes():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "0", "2:grad_output") as record:
         model(torch.ones(5, 3))
         model(torch.ones(5, 3)).sum().backward()
@@ -379,16 +363,8 @@ def test_the_repr_is_a_table_of_places_calls_shapes_dtypes_and_sizes():
 
 
 def test_the_repr_shows_parts_varying_shapes_and_what_never_fired():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used = nn.LSTM(2, 3)
-            self.unused = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.used(x)
-
-    model = Sometimes()
+    model = OneOfTwo(2)
+    model.used = nn.LSTM(2, 3)
     with hl.capture(model, "*") as record:
         model(torch.ones(4, 1, 2))
         model(torch.ones(6, 1, 2))
@@ -399,7 +375,7 @@ def test_the_repr_shows_parts_varying_shapes_and_what_never_fired():
 
 
 def test_an_empty_record_has_a_repr_before_during_and_after():
-    model = mlp()
+    model = small(seed=0)
     context = hl.capture(model, "*", "0.weight:grad", ":grad_output")
     record = context.__enter__()
     assert "never fired" in repr(record)
@@ -483,7 +459,7 @@ class NoRepr:
 @pytest.mark.parametrize("kind", [NoAttributes, NoDict, NoIteration, NoRepr])
 def test_hostile_values_disturb_neither_the_model_nor_the_repr(kind):
     value = kind()
-    model = Returns(lambda x: value)
+    model = Giving(lambda x: value)
     with hl.capture(model, "") as record:
         assert model(torch.ones(1)) is value
     assert "Record of 1 place" in repr(record)
@@ -496,7 +472,7 @@ def test_opaque_objects_are_kept_by_reference_and_the_table_says_so():
         def __init__(self):
             self.keys = torch.ones(3)
 
-    model = Returns(lambda x: Cache())
+    model = Giving(lambda x: Cache())
     with hl.capture(model, "") as record:
         cache = model(torch.ones(1))
     assert record[""] is cache
@@ -520,7 +496,7 @@ def test_names_are_escaped_in_html():
 
 
 def test_nbytes_counts_each_tensor_once():
-    model = Returns(lambda x: (x, x, x[:2]))
+    model = Giving(lambda x: (x, x, x[:2]))
     with torch.no_grad(), hl.capture(model, "") as record:
         model(torch.ones(10))
     assert record.nbytes == 10 * 4 + 2 * 4
@@ -560,7 +536,7 @@ def test_of_calls_that_all_raised_the_first_or_the_last_input_is_kept(keep, kept
     def fail(x):
         raise ZeroDivisionError
 
-    model = nn.Sequential(Returns(fail))
+    model = nn.Sequential(Giving(fail))
     with hl.capture(model, "0:input", keep=keep) as record:
         for n in range(3):
             with pytest.raises(ZeroDivisionError):
@@ -612,15 +588,7 @@ def test_places_of_a_model_that_is_gone_stand_in_the_order_in_which_they_were_as
 
 
 def test_to_keeps_the_reasons_for_what_is_missing():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.used(x)
-
-    model = Sometimes()
+    model = OneOfTwo(2)
     with hl.capture(model, "*") as record:
         model(torch.ones(1, 2))
     moved = record.to("cpu")
@@ -632,17 +600,8 @@ def test_to_keeps_the_reasons_for_what_is_missing():
 # -- what did not fire --------------------------------------------------------------------------
 
 
-class Sometimes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.used(x)
-
-
 def test_a_literal_place_that_never_fires_raises_at_exit_with_the_record():
-    model = Sometimes()
+    model = OneOfTwo(2)
     with pytest.raises(hl.NeverFired, match=r"'unused'.*was not called") as caught:
         with hl.capture(model, "used", "unused"):
             model(torch.ones(1, 2))
@@ -652,7 +611,7 @@ def test_a_literal_place_that_never_fires_raises_at_exit_with_the_record():
 
 
 def test_of_a_glob_one_must_fire_and_the_others_are_explained():
-    model = Sometimes()
+    model = OneOfTwo(2)
     with hl.capture(model, "*") as record:
         model(torch.ones(1, 2))
     assert list(record.unfired()) == ["unused"]
@@ -666,14 +625,14 @@ def test_of_a_glob_one_must_fire_and_the_others_are_explained():
 
 
 def test_of_a_glob_none_fired_raises():
-    model = Sometimes()
+    model = OneOfTwo(2)
     with pytest.raises(hl.NeverFired, match="nor any other of the 2 places that match"):
         with hl.capture(model, nn.Linear):
             pass
 
 
 def test_the_users_exception_is_not_replaced_by_never_fired():
-    model = Sometimes()
+    model = OneOfTwo(2)
     with pytest.raises(ZeroDivisionError):
         with hl.capture(model, "unused"):
             _ = 1 / 0
@@ -682,9 +641,9 @@ def test_the_users_exception_is_not_replaced_by_never_fired():
 
 def test_nothing_asked_for_is_an_error():
     with pytest.raises(TypeError, match="no place"):
-        hl.capture(mlp())
+        hl.capture(small(seed=0))
     with pytest.raises((TypeError, hl.PlaceError), match="no place"):
-        with hl.capture(mlp(), []):
+        with hl.capture(small(seed=0), []):
             pass
 
 
@@ -692,7 +651,7 @@ def test_nothing_asked_for_is_an_error():
 
 
 def test_an_attached_value_is_the_very_tensor_and_a_target_for_autograd_grad():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
     outputs = []
     model[0].register_forward_hook(lambda m, a, o: outputs.append(o))
     with hl.capture(model, "0") as record:
@@ -704,7 +663,7 @@ def test_an_attached_value_is_the_very_tensor_and_a_target_for_autograd_grad():
 
 
 def test_a_loss_on_captured_activations_trains_the_model():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
     with hl.capture(model, "0") as record:
         model(x)
     record["0"].pow(2).mean().backward()
@@ -762,7 +721,7 @@ def test_a_changed_part_is_refused_however_it_is_spelled(spelling):
     class Named(ChangesItsPair):
         def __init__(self):
             super().__init__()
-            self.pair = Returns(lambda x: Two(x * 1, x * 3))
+            self.pair = Giving(lambda x: Two(x * 1, x * 3))
 
     model = Named()
     with hl.capture(model, "pair") as record:
@@ -776,7 +735,7 @@ def test_a_changed_part_of_a_dict_is_refused_by_position_too():
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(3, 3)
-            self.keyed = Returns(lambda x: {"a": x * 1})
+            self.keyed = Giving(lambda x: {"a": x * 1})
 
         def forward(self, x):
             return self.keyed(self.linear(x))["a"].mul_(2)
@@ -793,7 +752,7 @@ def test_containers_that_grow_later_do_not_change_what_was_captured():
     class Grows(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = Returns(lambda x: [x])
+            self.inner = Giving(lambda x: [x])
 
         def forward(self, x):
             values = self.inner(x)
@@ -830,7 +789,7 @@ def test_a_snapshot_survives_writes_from_outside_torch():
 
 
 def test_at_takes_an_index_or_a_function():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
     expected = model[0](x)
     with hl.capture(model, "0", at=np.s_[:, -1]) as record:
         model(x)
@@ -866,7 +825,7 @@ def test_an_attached_slice_can_be_used_in_a_loss_whatever_happens_to_the_rest():
 
 
 def test_at_meets_nested_values_with_one_tensor_only():
-    model = Returns(lambda x: {"h": x, "n": 1})
+    model = Giving(lambda x: {"h": x, "n": 1})
     with hl.capture(model, "", at=0) as record:
         model(torch.arange(3.0))
     assert record[""] == 0
@@ -918,7 +877,7 @@ def test_last_token_needs_a_mask_that_fits_and_is_not_empty():
 
 
 def test_transform_keeps_what_it_returns():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
     with hl.capture(model, "0", transform=lambda v: {"norm": v.norm(), "n": len(v)}) as record:
         model(x)
     assert torch.equal(record["0"]["norm"], model[0](x).norm())
@@ -952,7 +911,7 @@ def test_a_function_that_writes_into_a_snapshot_does_not_reach_the_model(option,
 
 
 def test_an_error_in_a_transform_carries_the_place_and_leaves_no_hook():
-    model = mlp()
+    model = small(seed=0)
     with pytest.raises(ZeroDivisionError) as caught:
         with hl.capture(model, "1", transform=lambda value: 1 / 0):
             model(torch.ones(1, 3))
@@ -961,7 +920,7 @@ def test_an_error_in_a_transform_carries_the_place_and_leaves_no_hook():
 
 
 def test_dtype_converts_floating_point_values_only():
-    model = Returns(lambda x: (x, x.long(), x > 0, x.to(torch.complex64) * 1j))
+    model = Giving(lambda x: (x, x.long(), x > 0, x.to(torch.complex64) * 1j))
     with hl.capture(model, "", dtype=torch.float16) as record:
         model(torch.randn(4))
     kinds = [value.dtype for value in record[""]]
@@ -970,7 +929,7 @@ def test_dtype_converts_floating_point_values_only():
 
 
 def test_device_moves_what_is_kept():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "*", device="meta") as record:
         model(torch.ones(5, 3))
     assert record["0"].is_meta
@@ -978,7 +937,7 @@ def test_device_moves_what_is_kept():
 
 
 def test_derived_values_stay_attached_and_can_be_used_in_a_loss():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
     for options in (
         {"dtype": torch.float64},
         {"transform": torch.tanh},
@@ -996,7 +955,7 @@ def test_derived_values_stay_attached_and_can_be_used_in_a_loss():
 
 
 def test_at_transform_dtype_and_detach_are_applied_in_that_order():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
     with hl.capture(
         model, "0", at=np.s_[:2], transform=lambda v: v.sum(0), dtype=torch.float64, detach=True
     ) as record:
@@ -1047,7 +1006,7 @@ def test_keep_last_lets_earlier_values_go():
 
 def test_stop_ends_the_forward_and_the_block():
     ran = []
-    model = mlp()
+    model = small(seed=0)
     model[2].register_forward_hook(lambda *_: ran.append("late"))
     with hl.capture(model, "0", "1:input", stop=True) as record:
         model(torch.ones(1, 3))
@@ -1058,7 +1017,7 @@ def test_stop_ends_the_forward_and_the_block():
 
 
 def test_stop_with_several_options_keeps_the_derived_value():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(
         model, "1", at=np.s_[:, 0], dtype=torch.float64, detach=True, keep="first", stop=True
     ) as record:
@@ -1086,7 +1045,7 @@ def test_a_swallowed_stop_is_told_at_exit_with_the_record():
 
 
 def test_an_outer_capture_survives_the_stop_of_an_inner_one():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "*") as outer:
         with hl.capture(model, "1", stop=True) as inner:
             model(torch.ones(1, 3))
@@ -1097,9 +1056,9 @@ def test_an_outer_capture_survives_the_stop_of_an_inner_one():
 
 def test_stop_is_refused_for_gradients_and_attach():
     with pytest.raises(ValueError, match=r"gradient place.*Leave out stop"):
-        with hl.capture(mlp(), "0:grad_output", stop=True):
+        with hl.capture(small(seed=0), "0:grad_output", stop=True):
             pass
-    model = mlp()
+    model = small(seed=0)
     context = hl.capture(model, "0", stop=True)
     with pytest.raises(ValueError, match="attach"):
         context.attach()
@@ -1110,14 +1069,14 @@ def test_stop_is_refused_for_gradients_and_attach():
 @pytest.mark.parametrize("option", [{"keep": "some"}, {"threads": "mine"}])
 def test_unknown_options_are_refused(option):
     with pytest.raises(ValueError, match="was asked for"):
-        hl.capture(mlp(), "0", **option)
+        hl.capture(small(seed=0), "0", **option)
 
 
 # -- contexts -----------------------------------------------------------------------------------
 
 
 def test_an_attached_capture_collects_until_removed():
-    model = mlp()
+    model = small(seed=0)
     handle = hl.capture(model, "0").attach()
     model(torch.ones(1, 3))
     assert len(handle.record.calls("0")) == 1
@@ -1130,7 +1089,7 @@ def test_an_attached_capture_collects_until_removed():
 
 
 def test_entering_again_starts_afresh_and_leaves_the_first_record_alone():
-    model = mlp()
+    model = small(seed=0)
     context = hl.capture(model, "0")
     with context as first:
         model(torch.zeros(1, 3))
@@ -1142,7 +1101,7 @@ def test_entering_again_starts_afresh_and_leaves_the_first_record_alone():
 
 
 def test_the_record_of_a_capture_that_was_never_entered_is_an_error():
-    context = hl.capture(mlp(), "0")
+    context = hl.capture(small(seed=0), "0")
     with pytest.raises(hl.NotCaptured, match="never entered"):
         _ = context.record
     with pytest.warns(hl.HooklineWarning, match="never entered"):
@@ -1150,7 +1109,7 @@ def test_the_record_of_a_capture_that_was_never_entered_is_an_error():
 
 
 def test_a_record_can_be_read_while_it_is_open():
-    model = mlp()
+    model = small(seed=0)
     with hl.capture(model, "*") as record:
         with pytest.raises(hl.NeverFired):
             record["0"]
@@ -1165,7 +1124,7 @@ def test_nested_records_keep_their_type_and_every_container():
         hidden: torch.Tensor
         extra: dict
 
-    model = Returns(lambda x: Out(x + 1, {"list": [x, None], "text": "t"}))
+    model = Giving(lambda x: Out(x + 1, {"list": [x, None], "text": "t"}))
     with hl.capture(model, "") as record:
         model(torch.zeros(2))
     value = record[""]
@@ -1177,7 +1136,7 @@ def test_nested_records_keep_their_type_and_every_container():
 
 
 def test_captures_leave_outputs_and_gradients_bit_identical():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
 
     def run():
         model.zero_grad()
@@ -1194,7 +1153,7 @@ def test_captures_leave_outputs_and_gradients_bit_identical():
 
 
 def test_the_memory_of_a_dropped_record_is_freed_without_the_collector():
-    model, x = mlp(), torch.randn(5, 3)
+    model, x = small(seed=0), torch.randn(5, 3)
     gc.collect()
     gc.disable()
     try:
@@ -1341,18 +1300,9 @@ def test_a_record_of_single_calls_can_be_made_a_dict():
     assert torch.equal(dict(record)["1"], record["1"])
 
 
-class Varied(nn.Module):
-    """A tensor, or with `extra` a tuple."""
-
-    def forward(self, x, extra=None, fails=False):
-        if fails:
-            raise ValueError("as asked")
-        return x * 2 if extra is None else (x + extra,)
-
-
 @pytest.mark.parametrize("where", ["[0]", ":inputs[extra]"])
 def test_a_call_without_the_part_that_was_asked_for_keeps_its_number(where):
-    model, x = Varied(), torch.ones(2)
+    model, x = SometimesTuple(), torch.ones(2)
     with hl.capture(model, where) as record:
         with pytest.raises(ValueError, match="as asked"):
             model(x, fails=True)
@@ -1375,7 +1325,7 @@ def test_a_call_without_the_part_that_was_asked_for_keeps_its_number(where):
 
 @pytest.mark.parametrize("where", [":grad_output[0]", ":grad_inputs[extra]"])
 def test_the_gradient_of_a_call_without_the_part_that_was_asked_for_keeps_its_number(where):
-    model, x = Varied(), torch.ones(2, requires_grad=True)
+    model, x = SometimesTuple(), torch.ones(2, requires_grad=True)
     with hl.capture(model, where) as record:
         (model(x) + 3 * model(x, x * 1)[0]).sum().backward()
     assert record.calls(where)[0] is None
@@ -1386,7 +1336,7 @@ def test_the_gradient_of_a_call_without_the_part_that_was_asked_for_keeps_its_nu
 
 @pytest.mark.parametrize("where", ["[0]", ":grad_output[0]"])
 def test_joining_calls_of_which_one_has_not_the_part_says_so(where):
-    model, x = Varied(), torch.ones(2, requires_grad=True)
+    model, x = SometimesTuple(), torch.ones(2, requires_grad=True)
     with hl.capture(model, where) as record:
         (model(x, x * 2)[0] + model(x)).sum().backward()
     for join in (record.cat, record.stack):

@@ -16,12 +16,10 @@ import hookline as hl
 from hookline.compat.torch_tuner import Hooks
 
 # torch's own words on a reentrant checkpoint without gradients
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
 
 
 class Weighted(nn.Module):

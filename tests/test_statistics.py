@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from faults import Doing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Swallowing, small
-from oracles import assert_clean, assert_same_state, state_bits
+from models import Giving, Swallowing, small
+from oracles import assert_clean, assert_same_state, rows_by_hand, state_bits
 from safetensors import SafetensorError
 from torch import nn
 
@@ -451,25 +450,12 @@ def model():
     return small()
 
 
-def by_hand(model, path, data):
-    """The outputs of a module, by a hook of torch's own."""
-    kept = []
-    handle = model.get_submodule(path).register_forward_hook(
-        lambda m, a, o: kept.append(o.detach())
-    )
-    with torch.no_grad():
-        for batch in data:
-            model(batch)
-    handle.remove()
-    return torch.cat(kept).double()
-
-
 def test_measure_over_data_gives_what_a_hand_written_hook_gives(model):
     data = list(torch.randn(20, 3).split(6))
     found = hl.measure(model, nn.Linear, statistics=[hl.Mean(), hl.Covariance()], data=data)
     assert list(found) == ["0", "2"]
     for path in found:
-        whole = by_hand(model, path, data)
+        whole = rows_by_hand(model, data, path)[path].double()
         assert_close(found[path]["mean"], whole.mean(0))
         assert_close(found[path]["covariance"], whole.T.cov())
     assert found.calls == {"0": 4, "2": 4}
@@ -610,7 +596,7 @@ def test_a_mask_that_is_added_to_scores_is_refused(padding, tmp_path):
     mask = torch.tensor([[0, 0, padding]])
     batch = {"x": torch.randn(1, 3, 4), "mask": mask}
     given = {"statistics": [hl.Mean()], "mask": lambda batch: batch["mask"]}
-    model = Doing(lambda x, mask: x)
+    model = Giving(lambda x, mask: x)
     with pytest.raises(hl.StatisticsError, match=r"negative or NaN.*nonzero for tokens"):
         hl.measure(model, "", data=[batch], **given)
     with pytest.raises(hl.HarvestError, match=r"negative or NaN.*nonzero for tokens"):
@@ -698,7 +684,8 @@ def test_top_samples_have_the_ids_of_the_batch(model):
         model, "2", statistics=[hl.TopK(k=2)], data=[d[0] for d in data], ids=lambda b: next(ids)
     )
     names = torch.tensor([7, 3, 11, 5, 20])
-    order = by_hand(model, "2", [d[0] for d in data]).argsort(0, descending=True)
+    rows = rows_by_hand(model, [d[0] for d in data], "2")["2"]
+    order = rows.double().argsort(0, descending=True)
     assert torch.equal(found["2"]["topk"].ids, names[order[:2]])
 
 
