@@ -7,6 +7,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from environment import ROOT
+from models import small
+
+# Their asserts show both sides, as those of test files do.
+pytest.register_assert_rewrite("faults", "harvests", "oracles")
 
 # What a shell runs in the background ignores Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,6 +22,31 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def seeded():
     """The same weights every time."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def model():
+    """A small model with the same weights every time."""
+    return small(seed=0)
+
+
+@pytest.fixture
+def data():
+    """Fifty rows of four numbers, in batches of eight."""
+    torch.manual_seed(1)
+    return torch.randn(50, 4).split(8)
+
+
+@pytest.fixture
+def to(tmp_path):
+    """A folder that is not there yet, to write a store into."""
+    return tmp_path / "acts"
+
+
+@pytest.fixture
+def benchmarks_are_importable(monkeypatch):
+    """The modules of the benchmarks can be imported."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 def pytest_runtest_setup(item):

@@ -17,6 +17,12 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
+def hidden_states(length: int = 5) -> torch.Tensor:
+    """What a transformer of width 8 is given: two sequences, the same every time."""
+    torch.manual_seed(1)
+    return torch.randn(2, length, 8)
+
+
 class OneOfTwo(nn.Module):
     """Has two layers and runs the first."""
 
@@ -153,6 +159,39 @@ class QueryKeyValue(nn.Module):
         return tuple(self.split(self.proj(x)))
 
 
+def overwriting_mlp(seed: int = 0) -> nn.Sequential:
+    """Linear, ReLU in place, Linear, Tanh: 4 → 6 → 3, in evaluation mode."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3), nn.Tanh()).eval()
+
+
+class TextModel(nn.Module):
+    """Takes its arguments in every way; gives tokens and a pooled row."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.pool = nn.Embedding(20, 5), nn.Linear(5, 5), nn.Linear(5, 7)
+
+    def forward(self, tokens, attention_mask=None):
+        if not isinstance(tokens, torch.Tensor):
+            tokens = tokens.tokens
+        h = self.mix(self.embed(tokens))
+        return h, self.pool(h[:, 0])
+
+
+class LargeBatches(nn.Module):
+    """Runs its second layer on large batches only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.h[0](x)
+        return self.h[2](self.h[1](x) if len(x) > 2 else x)
+
+
 # -- kinds of outputs, with the shapes of the inputs ---------------------------------------------
 
 # Modules that make the memory of their output, as it is or as a view of something inside.
@@ -198,3 +237,33 @@ VIEWERS = {
     "an expansion of the input": (lambda: Giving(lambda x: x.expand(3, 2, 3)), (2, 3)),
     "a view in a Sequential": (lambda: nn.Sequential(nn.Flatten()), (2, 3, 2)),
 }
+
+
+# -- names that a page must escape ---------------------------------------------------------------
+
+HOSTILE_NAMES = [
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(2)<",
+    "\"quotes' & amp;",
+    "層の名前 ✓",
+    "a" * 300,
+    "{*}/[0]:#",
+    "__proto__",
+]
+
+
+def hostile_model() -> nn.Module:
+    """Runs modules with hostile names, one after the other."""
+    inner = nn.ModuleDict({name: nn.Linear(2, 2) for name in HOSTILE_NAMES if "." not in name})
+
+    class Hostile(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            for module in self.inner.values():
+                x = module(x)
+            return x
+
+    return Hostile()

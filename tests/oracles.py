@@ -1,10 +1,12 @@
 """What several test files check: that nothing is left behind."""
 
 import gc
+import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -64,6 +66,32 @@ def assert_same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> None
     assert list(after) == list(before)
     for name, expected in before.items():
         assert torch.equal(after[name], expected), name
+
+
+def assert_clean_of_ours(model: nn.Module) -> None:
+    """No hook of ours is left. There may be hooks of torch, as on lazy and on sharded modules."""
+    assert not hl.attached(model)
+    for module in model.modules():
+        hooks = {**module._forward_hooks, **module._forward_pre_hooks}
+        assert not [h for h in hooks.values() if "hookline" in type(h).__module__ + str(h)]
+    for parameter in model.parameters():
+        assert not parameter._backward_hooks
+
+
+def same_tensors(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether these are as many tensors with the same values."""
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def rewrite_json(path: Path, change: Callable[[Any], object]) -> None:
+    """Change what a JSON file says, in place."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+class Killed(BaseException):
+    """Ends a writer as kill -9 does: no `except Exception` catches it."""
 
 
 def work_of(function: Callable[[], object]) -> int:

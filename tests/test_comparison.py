@@ -266,7 +266,7 @@ def test_models_without_a_common_place_are_an_error():
         hl.compare(old, old, lambda model: None)
 
 
-class Loop(nn.Module):
+class TanhLoop(nn.Module):
     def __init__(self, steps, bad=None):
         super().__init__()
         self.cell, self.steps, self.bad = nn.Tanh(), steps, bad
@@ -279,19 +279,19 @@ class Loop(nn.Module):
 
 def test_several_calls_are_compared_one_by_one():
     x = torch.randn(3)
-    row = hl.compare(Loop(4), Loop(4, bad=2), x)["cell"]
+    row = hl.compare(TanhLoop(4), TanhLoop(4, bad=2), x)["cell"]
     assert row.calls == 4
     assert row.call in (2, 3)  # where it is largest; before, nothing differs
     assert row.diverges
-    assert hl.compare(Loop(4), Loop(4), x)["cell"].calls == 4
-    more = hl.compare(Loop(2), Loop(4), x, where="cell")
+    assert hl.compare(TanhLoop(4), TanhLoop(4), x)["cell"].calls == 4
+    more = hl.compare(TanhLoop(2), TanhLoop(4), x, where="cell")
     assert more["cell"].calls == 2
     assert more.notes == ["'cell' was called 2 times more in the second model"]
-    fewer = hl.compare(Loop(4), Loop(2), x, where="cell")
+    fewer = hl.compare(TanhLoop(4), TanhLoop(2), x, where="cell")
     assert fewer.notes == ["'cell' was called 2 times more in the first model"]
 
 
-class Recurrent(nn.Module):
+class NormedLoop(nn.Module):
     def __init__(self):
         super().__init__()
         self.cell, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
@@ -303,7 +303,7 @@ class Recurrent(nn.Module):
 
 
 def test_a_module_that_diverges_in_a_later_call_comes_after_what_made_it_diverge():
-    a = Recurrent()
+    a = NormedLoop()
     b = copy.deepcopy(a)
     b.norm.eps = 0.1
     comparison = hl.compare(a, b, torch.randn(4, 8))

@@ -36,7 +36,7 @@ class InPlace(nn.Module):
         return self.relu(self.lin(x))
 
 
-class Passing(nn.Module):
+class PassesOn(nn.Module):
     """Calls its child with the arguments that it is told."""
 
     def __init__(self, forward, pass_on):
@@ -210,7 +210,7 @@ def test_a_trace_has_a_short_repr():
     ],
 )
 def test_the_input_is_what_was_passed_by_position_or_else_by_keyword(forward, pass_on, expected):
-    model = Passing(forward, pass_on)
+    model = PassesOn(forward, pass_on)
     with nethook.Trace(model, "child", retain_input=True) as ret:
         model(X)
     assert type(ret.input) is type(expected)
@@ -232,7 +232,7 @@ def test_a_pre_hook_that_is_set_inside_the_trace_is_seen_by_the_input(retain_out
 
 
 def test_an_argument_that_a_later_hook_adds_is_seen_by_the_input():
-    model = Passing(lambda x, y=None: x, lambda m, x: m(x))
+    model = PassesOn(lambda x, y=None: x, lambda m, x: m(x))
     with nethook.Trace(model, "child", retain_input=True) as ret:
         handle = model.child.register_forward_pre_hook(lambda module, args: (args[0], args[0] * 2))
         model(X)
@@ -364,7 +364,7 @@ def test_an_edit_counts_in_the_recomputation_too(reentrant):
 # -- Trace: editing --------------------------------------------------------------------------------
 
 
-class Doubling:
+class DoublingIntervention:
     def __call__(self, output):
         return output * 2
 
@@ -404,8 +404,8 @@ def by_keyword(*, layer, output):
         by_position_and_name,
         by_keyword,
         with_default,
-        Doubling(),
-        Doubling().method,
+        DoublingIntervention(),
+        DoublingIntervention().method,
         functools.partial(lambda x, factor: x * factor, factor=2),
         functools.partial(torch.mul, torch.tensor(2.0)),
     ],
@@ -475,7 +475,7 @@ def test_edit_output_takes_the_inputs_in_any_way(function):
     ],
 )
 def test_the_inputs_are_what_a_forward_hook_of_torch_gets(forward, pass_on):
-    model, seen = Passing(forward, pass_on), []
+    model, seen = PassesOn(forward, pass_on), []
     model.child.register_forward_hook(lambda module, args, output: seen.append(args))
     with nethook.Trace(model, "child", edit_output=lambda output, inputs: seen.append(inputs)):
         model(X)
@@ -1302,8 +1302,8 @@ def test_a_module_that_is_not_there_is_not_replaced():
         (lambda x, **more: (x, more), (1, 2), {"a": 3}, (1, {"a": 3})),
         (lambda x, /, **more: (x, more), (1,), {"x": 3}, (1, {"x": 3})),
         (lambda *xs, **more: (xs, more), (1,), {"a": 3}, ((1,), {"a": 3})),
-        (Doubling(), (4,), {"layer": "0"}, 8),
-        (Doubling().method, (4,), {"layer": "0"}, 8),
+        (DoublingIntervention(), (4,), {"layer": "0"}, 8),
+        (DoublingIntervention().method, (4,), {"layer": "0"}, 8),
     ],
 )
 def test_a_function_is_called_with_the_arguments_that_it_takes(function, args, kwargs, expected):
@@ -2090,7 +2090,7 @@ def test_a_model_with_attributes_is_collected():
 # -- the code of causal tracing, as it is written against nethook ----------------------------------
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.c_attn = nn.Linear(width, 3 * width)
@@ -2102,7 +2102,7 @@ class Attention(nn.Module):
         return self.c_proj(mixed), None
 
 
-class MLP(nn.Module):
+class GPT2MLP(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.c_fc = nn.Linear(width, 4 * width)
@@ -2112,13 +2112,13 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(hidden_states)))
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """As in GPT-2: arguments by keyword, a tuple back."""
 
     def __init__(self, width):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn, self.mlp = Attention(width), MLP(width)
+        self.attn, self.mlp = GPT2Attention(width), GPT2MLP(width)
 
     def forward(self, hidden_states, attention_mask=None):
         attended, _ = self.attn(
@@ -2132,7 +2132,7 @@ class Body(nn.Module):
     def __init__(self, words, width, layers):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(32, width)
-        self.h = nn.ModuleList(Block(width) for _ in range(layers))
+        self.h = nn.ModuleList(GPT2Block(width) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
 
     def forward(self, input_ids):

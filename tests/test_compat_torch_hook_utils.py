@@ -35,7 +35,7 @@ from hookline.compat.torch_hook_utils import (
 )
 
 
-def assert_same(found, expected):
+def assert_same_bits(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(bits(found[name]), bits(value)), name
@@ -151,8 +151,8 @@ def test_inputs_and_outputs_are_those_that_raw_hooks_see(form):
         with get_layer_outputs(form(model.named_children())) as found_outputs:
             found = model(x)
     assert torch.equal(bits(found), bits(seen.result))
-    assert_same(found_inputs, {name: value for name, (value,) in seen.inputs.items()})
-    assert_same(found_outputs, {name: value for name, (value,) in seen.outputs.items()})
+    assert_same_bits(found_inputs, {name: value for name, (value,) in seen.inputs.items()})
+    assert_same_bits(found_outputs, {name: value for name, (value,) in seen.outputs.items()})
     assert_clean(model)
 
 
@@ -161,7 +161,7 @@ def test_the_layers_may_belong_to_several_models():
     layers = {"one.fc": one[2], "other.fc": other[2]}
     with get_layer_outputs(layers) as outputs:
         expected = {"other.fc": other(x), "one.fc": one(x)}
-    assert_same(outputs, expected)
+    assert_same_bits(outputs, expected)
     assert list(outputs) == ["one.fc", "other.fc"]  # in the order in which they were given
     assert_clean(one, other)
 
@@ -173,7 +173,7 @@ def test_a_layer_is_named_as_it_was_given_also_inside_another_one():
     with get_layer_outputs(model.named_modules()) as found:
         model(x)
     assert set(found) == set(names) == {"", "0", "0.0", "0.1", "0.2", "1"}
-    assert_same(found, {name: value for name, (value,) in seen.outputs.items()})
+    assert_same_bits(found, {name: value for name, (value,) in seen.outputs.items()})
 
 
 def test_an_error_names_a_layer_as_it_was_given():
@@ -204,7 +204,7 @@ def test_a_layer_under_two_names_is_there_under_both():
     layer, x = nn.Linear(3, 2), torch.randn(1, 3)
     with get_layer_inputs({"a": layer, "b*/[0]": layer}) as inputs:
         layer(x)
-    assert_same(inputs, {"a": x, "b*/[0]": x})
+    assert_same_bits(inputs, {"a": x, "b*/[0]": x})
 
 
 def test_the_first_argument_is_the_input_however_it_was_passed():
@@ -335,7 +335,7 @@ def test_the_dict_is_saved_as_a_plain_one():
     file = io.BytesIO()
     torch.save(outputs, file)
     file.seek(0)
-    assert_same(torch.load(file, weights_only=True), {"layer": x})
+    assert_same_bits(torch.load(file, weights_only=True), {"layer": x})
 
 
 def test_layers_that_did_not_run_are_absent_and_reading_says_so():
@@ -551,8 +551,8 @@ def test_the_indices_of_every_kind_of_pool_are_saved_and_its_output_is_as_ever(k
     output, indices = function(x, *arguments, return_indices=True)
     with save_maxpool_indices(model) as saved:
         found = model(x)
-        assert_same(saved, {"1": indices})  # inside the block, too
-    assert_same(saved, {"1": indices})
+        assert_same_bits(saved, {"1": indices})  # inside the block, too
+    assert_same_bits(saved, {"1": indices})
     assert torch.equal(bits(found), bits(output))
     if gradient:
         assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, output)))
@@ -587,7 +587,7 @@ def test_layers_that_return_their_indices_go_on_doing_so():
         output, returned = pools["open"](x)
     assert torch.equal(output, expected)
     assert torch.equal(returned, indices)
-    assert_same(saved, {"quiet": indices, "open": indices})
+    assert_same_bits(saved, {"quiet": indices, "open": indices})
     assert not pools["quiet"].return_indices
     assert pools["open"].return_indices
     assert torch.equal(pools["quiet"](x), expected)
@@ -670,7 +670,7 @@ def test_a_pool_may_run_in_other_threads_meanwhile():
     with ThreadPoolExecutor(1) as pool, save_maxpool_indices(encoder) as indices:
         encoder(x)
         assert torch.equal(pool.submit(encoder, other).result(), F.max_pool1d(other, 2))
-    assert_same(indices, {"0": F.max_pool1d(x, 2, return_indices=True)[1]})
+    assert_same_bits(indices, {"0": F.max_pool1d(x, 2, return_indices=True)[1]})
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -730,7 +730,7 @@ def test_several_pools_of_nested_encoders_and_decoders(coded):
     with save_maxpool_indices(encoder) as indices:
         found = encoder(x)
     assert all(map(torch.equal, found, code))
-    assert_same(indices, expected)
+    assert_same_bits(indices, expected)
     with use_indices_in_maxunpool(decoder, indices):
         assert torch.equal(decoder(*code), decoded)
     assert list(indices) == NAMES

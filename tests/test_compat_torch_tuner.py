@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def saved(folder):
+def saved_files(folder):
     """All files in a folder by name, with what is in them."""
     return {
         file.relative_to(folder).as_posix(): torch.load(file, weights_only=True)
@@ -44,7 +44,7 @@ def saved(folder):
 
 
 def names(folder):
-    return [name.rpartition("/")[2] for name in saved(folder)]
+    return [name.rpartition("/")[2] for name in saved_files(folder)]
 
 
 def perceptron():
@@ -52,12 +52,12 @@ def perceptron():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
-def batches(*sizes):
+def row_batches(*sizes):
     torch.manual_seed(1)
     return [torch.randn(size, 3) for size in sizes]
 
 
-def train(model, data):
+def outcomes(model, data):
     """Forward and backward for each batch; everything that came out."""
     found = []
     for batch in data:
@@ -91,23 +91,23 @@ def compare(folder, make, use):
         with chdir(place):
             model = make()
             result = use(library.Hooks, model)
-        found.append((result, saved(place)))
+        found.append((result, saved_files(place)))
     (expected, files), (result, ours) = found
     assert len(result) == len(expected) > 0
     for one, other in zip(result, expected, strict=True):
         assert torch.equal(one, other)
     assert list(ours) == list(files)
     for name, value in files.items():
-        assert_same(ours[name], value)
+        assert_equal_nested(ours[name], value)
     return ours
 
 
-def assert_same(one, other):
+def assert_equal_nested(one, other):
     if isinstance(other, tuple):
         assert isinstance(one, tuple)
         assert len(one) == len(other)
         for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
+            assert_equal_nested(a, b)
     else:
         assert torch.equal(one, other)
 
@@ -120,7 +120,7 @@ def assert_same(one, other):
 def test_visualize_saves_the_files_of_the_original(folder, kind, layer):
     def use(hooks, model):
         register(hooks(model, layer), kind, visualize=True)
-        return train(model, batches(8, 8, 3))
+        return outcomes(model, row_batches(8, 8, 3))
 
     files = compare(folder, perceptron, use)
     assert len(files) == (6 if kind in ("fh", "fbh") else 3)
@@ -131,9 +131,9 @@ def test_files_are_named_by_value_iteration_batch_size_and_layer(folder):
     model = perceptron()
     for kind in KINDS:
         register(Hooks(model, 2), kind, visualize=True)
-    train(model, batches(8))
+    outcomes(model, row_batches(8))
     ending = "_0_batch_size_8_layer_2"
-    assert sorted(saved(folder)) == [
+    assert sorted(saved_files(folder)) == [
         f"saved_forward_hook_values/input{ending}_forward_hook_tensor.pt",
         f"saved_forward_hook_values/output{ending}_forward_hook_tensor.pt",
         f"saved_forward_prehook_inputs/inputs{ending}_forward_prehook_tensor.pt",
@@ -153,10 +153,10 @@ def test_update_changes_what_the_original_changes(folder, kind, by):
 
     def use(hooks, model):
         register(hooks(model, 2), kind, noise=noise.get(by), values=values)
-        return train(model, batches(8, 8))
+        return outcomes(model, row_batches(8, 8))
 
     compare(folder, perceptron, use)
-    bare = train(perceptron(), batches(8, 8))
+    bare = outcomes(perceptron(), row_batches(8, 8))
     changed = use(Hooks, perceptron())
     assert not all(torch.equal(a, b) for a, b in zip(changed, bare, strict=True))
 
@@ -168,7 +168,7 @@ def test_new_values_are_multiplied_by_the_noise(kind):
     register(Hooks(model, 2), kind, noise=3.0, values=torch.full(shape, 2.0))
     port = PORTS[kind]
     with hl.capture(model, f"2{port}") as record:
-        train(model, batches(8))
+        outcomes(model, row_batches(8))
     assert torch.equal(record[f"2{port}"], torch.full(shape, 6.0))
 
 
@@ -183,7 +183,7 @@ def test_all_hooks_in_one_instance_act_as_in_the_original_in_any_order(folder, s
         for kind, how in order:
             noise = {"fh": 0.5, "fph": 3.0, "fbh": -0.25, "fbph": 7.0}[kind]
             register(one, kind, **({"noise": noise} if how == "update" else {"visualize": True}))
-        return train(model, batches(8, 3))
+        return outcomes(model, row_batches(8, 3))
 
     compare(folder, perceptron, use)
 
@@ -197,14 +197,14 @@ def test_a_removed_handle_acts_no_more_and_the_iteration_counts_on(folder, kind,
         found = []
         for _ in range(2):
             handle = register(one, kind, **given)
-            found += train(model, batches(4))
+            found += outcomes(model, row_batches(4))
             assert handle.remove() is None
             handle.remove()
-            found += train(model, batches(4, 3))
+            found += outcomes(model, row_batches(4, 3))
         with register(one, kind, **given) as same:
-            found += train(model, batches(4))
+            found += outcomes(model, row_batches(4))
         assert same is not None
-        found += train(model, batches(4))
+        found += outcomes(model, row_batches(4))
         assert_clean(model)
         return found
 
@@ -218,7 +218,7 @@ def test_a_removed_handle_stays_removed_when_others_are_registered(folder, kind)
     hooks = Hooks(model, 2)
     register(hooks, kind, visualize=True).remove()
     register(hooks, "fph", noise=2.0)
-    train(model, batches(4))
+    outcomes(model, row_batches(4))
     assert names(folder) == []
 
 
@@ -231,7 +231,7 @@ def test_hooks_act_without_their_handle_and_are_listed(folder):
     assert model[2](torch.ones(1, 4)).any()
 
 
-class Twice(nn.Module):
+class CallsSharedTwice(nn.Module):
     """Calls one layer several times, and another one once."""
 
     def __init__(self):
@@ -248,9 +248,9 @@ class Twice(nn.Module):
 def test_a_layer_that_is_called_twice_has_two_iterations(folder, kind):
     def use(hooks, model):
         register(hooks(model, 0), kind, visualize=True)
-        return train(model, batches(4, 2))
+        return outcomes(model, row_batches(4, 2))
 
-    files = compare(folder, Twice, use)
+    files = compare(folder, CallsSharedTwice, use)
     assert len(files) == (8 if kind in ("fh", "fbh") else 4)
 
 
@@ -258,7 +258,7 @@ def test_a_layer_that_is_called_twice_has_two_iterations(folder, kind):
 def test_each_backward_pass_is_an_iteration_and_a_forward_alone_is_none(folder, kind):
     def use(hooks, model):
         register(hooks(model, 2), kind, visualize=True)
-        (x,) = batches(4)
+        (x,) = row_batches(4)
         model(x)
         y = model(x.requires_grad_())
         weigh(y).backward(retain_graph=True)
@@ -278,7 +278,7 @@ def test_each_backward_pass_is_an_iteration_and_a_forward_alone_is_none(folder, 
 def test_without_a_gradient_for_the_input_that_of_the_output_is_saved(folder):
     def use(hooks, model):
         register(hooks(model, 0), "fbh", visualize=True)
-        y = model(*batches(4))
+        y = model(*row_batches(4))
         weigh(y).backward()
         return [y]
 
@@ -323,7 +323,7 @@ def test_arguments_are_those_of_the_original_in_their_order(kind):
     hook_of(True, False, True, False, noise, None)
     port = PORTS[kind]
     with hl.hook(model, f"2{port}", lambda value: seen.append(value.count_nonzero())):
-        train(model, batches(4))
+        outcomes(model, row_batches(4))
     assert seen == [0]
 
 
@@ -347,7 +347,7 @@ def test_nothing_is_printed(capsys):
     model = perceptron()
     for kind in KINDS:
         register(Hooks(model, 2), kind, visualize=True, noise=2.0)
-    train(model, batches(4))
+    outcomes(model, row_batches(4))
     Hooks(model, 0).get_shape_of_layer()
     assert capsys.readouterr() == ("", "")
 
@@ -356,9 +356,9 @@ def test_saved_tensors_do_not_require_grad(folder):
     model = perceptron()
     for kind in KINDS:
         register(Hooks(model, 2), kind, visualize=True)
-    train(model, batches(4))
-    assert saved(folder)
-    assert not any(value.requires_grad for value in saved(folder).values())
+    outcomes(model, row_batches(4))
+    assert saved_files(folder)
+    assert not any(value.requires_grad for value in saved_files(folder).values())
 
 
 def test_a_slice_is_saved_without_the_memory_that_it_is_a_view_of(folder):
@@ -417,7 +417,7 @@ def test_a_layer_is_named_by_index_name_object_or_a_list_of_them(folder, layer, 
 
     register(Hooks(model, given(layer)), "fph", visualize=True)
     register(Hooks(model), "fbph", visualize=True, layer=given(layer))
-    train(model, batches(4))
+    outcomes(model, row_batches(4))
     for word, ending in (("inputs", "forward_prehook"), ("grad_output", "full_backward_prehook")):
         found = [name for name in names(folder) if name.startswith(word)]
         start = f"{word}_0_batch_size_4_layer_"
@@ -428,10 +428,10 @@ def test_several_layers_in_one_instance_each_count_for_themselves(folder):
     model = Nest()
     handle = register(Hooks(model, ["head.0", "head.2"]), "fh", visualize=True)
     with hl.capture(model, "head.0", "head.2") as record:
-        model(*batches(4))
+        model(*row_batches(4))
         model.head[2](torch.ones(1, 3))
     handle.remove()
-    files = {name.rpartition("/")[2]: value for name, value in saved(folder).items()}
+    files = {name.rpartition("/")[2]: value for name, value in saved_files(folder).items()}
     assert len(files) == 6
     for name, place, call in (
         ("output_0_batch_size_4_layer_head.0", "head.0", 0),
@@ -444,7 +444,7 @@ def test_several_layers_in_one_instance_each_count_for_themselves(folder):
 
 def test_one_update_acts_at_several_layers_and_one_handle_ends_it():
     model = Nest()
-    (x,) = batches(4)
+    (x,) = row_batches(4)
     before = model(x)
     handle = register(Hooks(model, ["body.*", 1]), "fh", noise=0.0)
     with hl.capture(model, "body.*", "head") as record:
@@ -473,16 +473,16 @@ def test_different_layers_of_one_instance_can_have_different_updates():
 def test_with_an_update_the_values_before_it_are_saved(folder, kind):
     model = perceptron()
     hooks = Hooks(model, 2)
-    bare = train(model, batches(4))
+    bare = outcomes(model, row_batches(4))
     with register(hooks, kind, visualize=True):
-        train(model, batches(4))
+        outcomes(model, row_batches(4))
     with register(hooks, kind, noise=-3.0):
-        expected = train(model, batches(4))
+        expected = outcomes(model, row_batches(4))
     with register(hooks, kind, visualize=True, noise=-3.0):
-        found = train(model, batches(4))
+        found = outcomes(model, row_batches(4))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(found, bare, strict=True))
-    files = saved(folder)
+    files = saved_files(folder)
     assert files
     for name, value in files.items():
         assert torch.equal(value, files[name.replace("_1_batch_", "_0_batch_")])
@@ -492,11 +492,11 @@ def test_with_an_update_the_values_before_it_are_saved(folder, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_looking_changes_nothing_bit_for_bit(kind):
     model = perceptron()
-    before = train(model, batches(8, 3))
+    before = outcomes(model, row_batches(8, 3))
     handle = register(Hooks(model, [0, 2, "3"]), kind, visualize=True)
-    during = train(model, batches(8, 3))
+    during = outcomes(model, row_batches(8, 3))
     handle.remove()
-    after = train(model, batches(8, 3))
+    after = outcomes(model, row_batches(8, 3))
     for one, two, three in zip(before, during, after, strict=True):
         assert torch.equal(bits(one), bits(two))
         assert torch.equal(bits(one), bits(three))
@@ -511,7 +511,7 @@ class Mix(nn.Module):
         return x * scale + (0 if bias is None else bias)
 
 
-class Mixed(nn.Module):
+class PassesEveryKind(nn.Module):
     def __init__(self):
         super().__init__()
         self.mix = Mix()
@@ -521,11 +521,11 @@ class Mixed(nn.Module):
 
 
 def test_every_argument_has_a_file_and_the_first_has_the_name_of_the_original(folder):
-    model = Mixed()
+    model = PassesEveryKind()
     hooks = Hooks(model, 0)
     for kind in ("fh", "fph", "fbh"):
         register(hooks, kind, visualize=True)
-    (x,) = batches(4)
+    (x,) = row_batches(4)
     expected = []
 
     def keep(module, args, kwargs, output):
@@ -537,7 +537,7 @@ def test_every_argument_has_a_file_and_the_first_has_the_name_of_the_original(fo
     model.mix.register_forward_hook(keep, with_kwargs=True)
     weigh(model(x.requires_grad_())).backward()
     values = expected[0]
-    files = {name.rpartition("/")[2]: value for name, value in saved(folder).items()}
+    files = {name.rpartition("/")[2]: value for name, value in saved_files(folder).items()}
     end = "_0_batch_size_4_layer_0_"
     for part, value in zip(("", "_scale", "_bias"), values, strict=False):
         assert torch.equal(files.pop(f"input{end}forward_hook_tensor{part}.pt"), value)
@@ -565,7 +565,7 @@ def test_a_layer_that_is_called_by_names_only_is_saved_and_updated(folder):
     hooks = Hooks(model, 0)
     register(hooks, "fph", visualize=True, noise=10.0)
     assert torch.equal(model(torch.ones(2, 1)), torch.full((2, 1), 30.0))
-    values = saved(folder)
+    values = saved_files(folder)
     first, second = values
     assert first.endswith("inputs_0_batch_size_2_layer_0_forward_prehook_tensor.pt")
     assert second.endswith("inputs_0_batch_size_2_layer_0_forward_prehook_tensor_scale.pt")
@@ -603,22 +603,22 @@ Pair = namedtuple("Pair", "left right")
 
 
 @dataclass
-class Output:
+class LogitsAndExtras:
     logits: torch.Tensor
     extras: dict
     note: object
 
 
-class Nested(nn.Module):
+class ReturnsNested(nn.Module):
     def forward(self, pair):
         left, right = pair
-        return Output(left + right, {"product": [left * right, 3, "word"]}, object())
+        return LogitsAndExtras(left + right, {"product": [left * right, 3, "word"]}, object())
 
 
 class NestedModel(nn.Module):
     def __init__(self):
         super().__init__()
-        self.nested = Nested()
+        self.nested = ReturnsNested()
 
     def forward(self, x):
         output = self.nested(Pair(x * 2, x * 3))
@@ -630,9 +630,9 @@ def test_nested_values_are_saved_in_plain_containers(folder):
     register(Hooks(model, 0), "fh", visualize=True)
     x = torch.ones(2, 1)
     model(x)
-    given, output = saved(folder).values()
+    given, output = saved_files(folder).values()
     assert type(given) is tuple
-    assert_same(given, (x * 2, x * 3))
+    assert_equal_nested(given, (x * 2, x * 3))
     assert list(output) == ["logits", "extras", "note"]
     assert torch.equal(output["logits"], x * 5)
     assert torch.equal(output["extras"]["product"][0], x * 6)
@@ -647,7 +647,7 @@ def test_gradients_of_nested_values_have_a_file_for_each_part(folder):
     model(x).backward()
     found = {
         name.rpartition("/")[2].replace("_0_batch_size_2_layer_0_full_backward_hook_tensor", ""): v
-        for name, v in saved(folder).items()
+        for name, v in saved_files(folder).items()
     }
     assert {name: value[0].item() for name, value in found.items()} == {
         "grad_input_pair.left.pt": 4.0,
@@ -667,7 +667,7 @@ def test_a_list_that_holds_itself_is_saved(folder):
     model = nn.Sequential(Odd())
     register(Hooks(model, 0), "fh", visualize=True)
     model(torch.ones(2))
-    output = list(saved(folder).values())[1]
+    output = list(saved_files(folder).values())[1]
     assert torch.equal(output[0], torch.ones(2))
     assert output[1] is None
 
@@ -679,7 +679,7 @@ def test_the_gradients_of_an_lstm_are_saved_where_the_loss_uses_one_state(folder
     x = torch.randn(5, 2, 3, requires_grad=True)
     _, (hidden, _) = model(x)
     weigh(hidden).backward()
-    files = saved(folder)
+    files = saved_files(folder)
     end = "0_batch_size_1_layer_0_full_backward_hook_tensor"
     assert sorted(name.rpartition("/")[2] for name in files) == [
         f"grad_input_{end}.pt", f"grad_output_{end}_1.0.pt"
@@ -725,7 +725,7 @@ def test_the_input_of_an_in_place_layer_is_saved_as_it_was(folder, gradients):
     register(Hooks(model, 1), "fh", visualize=True)
     x = torch.tensor([-1.0, 2.0], requires_grad=gradients)
     model(x * 1)
-    given, output = saved(folder).values()
+    given, output = saved_files(folder).values()
     assert given.tolist() == [-1.0, 2.0]
     assert output.tolist() == [0.0, 2.0]
 
@@ -736,17 +736,17 @@ def test_gradients_around_in_place_layers_are_exact(folder, layer):
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     same = copy.deepcopy(model)
     register(Hooks(model, layer), "fbh", visualize=True)
-    (x,) = batches(6)
+    (x,) = row_batches(6)
     given = same[:layer](x).detach()
     rest = same[layer + 1 :]
     expected, (share,) = cut((same[0], nn.ReLU())[layer], [given], lambda y: weigh(rest(y)))
     weigh(model(x.requires_grad_())).backward()
-    grad_input, grad_output = saved(folder).values()
+    grad_input, grad_output = saved_files(folder).values()
     assert torch.equal(grad_input, share)
     assert torch.equal(grad_output, expected)
 
 
-class Residual(nn.Module):
+class ResidualLinear(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(3, 3)
@@ -756,7 +756,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "layer", [nn.Identity, Residual, lambda: nn.Dropout(0.5).eval(), nn.Flatten]
+    "layer", [nn.Identity, ResidualLinear, lambda: nn.Dropout(0.5).eval(), nn.Flatten]
 )
 def test_gradients_are_those_of_torchs_full_backward_hook(folder, layer):
     class Model(nn.Module):
@@ -771,13 +771,13 @@ def test_gradients_are_those_of_torchs_full_backward_hook(folder, layer):
             return self.layer(x).square() + x.exp() + self.layer(x * 2)
 
     model, seen = Model(), []
-    (x,) = batches(4)
+    (x,) = row_batches(4)
     handle = model.layer.register_full_backward_hook(lambda m, gi, go: seen.append((gi[0], go[0])))
     weigh(model(x)).backward()
     handle.remove()
     register(Hooks(model, "layer"), "fbh", visualize=True)
     weigh(model(x)).backward()
-    files = list(saved(folder).values())
+    files = list(saved_files(folder).values())
     inputs, outputs = files[:2], files[2:]
     assert len(seen) == 2
     for n, (share, grad) in enumerate(seen):
@@ -788,7 +788,7 @@ def test_gradients_are_those_of_torchs_full_backward_hook(folder, layer):
 def test_a_gradient_that_is_lost_is_told_on_removing():
     model = nn.Sequential(nn.Linear(3, 4), nn.Flatten(0), nn.ReLU(inplace=True))
     handle = register(Hooks(model, 1), "fbph", visualize=True)
-    weigh(model(*batches(2))).backward()
+    weigh(model(*row_batches(2))).backward()
     with pytest.warns(hl.HooklineWarning, match=r"'1:grad_output' cannot be saved: .*is a view"):
         handle.remove()
     assert_clean(model)
@@ -798,7 +798,7 @@ def test_a_gradient_that_cannot_be_reached_is_told_at_once(folder):
     model = nn.Sequential(nn.Linear(3, 4), nn.Flatten(0), nn.ReLU(inplace=True))
     register(Hooks(model, 2), "fbh", visualize=True)
     with pytest.warns(hl.HooklineWarning, match=r"'2:grad_inputs' cannot be saved: .*in place"):
-        weigh(model(*batches(2))).backward()
+        weigh(model(*row_batches(2))).backward()
     (name,) = names(folder)
     assert name.startswith("grad_output_0_")
 
@@ -818,9 +818,9 @@ def test_what_checkpointing_runs_again_is_saved_once(folder, reentrant):
         with chdir(place):
             for kind in KINDS:
                 register(Hooks(model, 2), kind, visualize=True)
-            for x in batches(4, 4, 2):
+            for x in row_batches(4, 4, 2):
                 weigh(run(model, x.requires_grad_())).backward()
-    expected, found = saved(folder / "run_plainly"), saved(folder / "run_again")
+    expected, found = saved_files(folder / "run_plainly"), saved_files(folder / "run_again")
     assert list(found) == list(expected)
     assert len(found) == 3 * 6
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -839,7 +839,7 @@ def test_a_call_that_raises_is_not_saved_and_the_next_one_is_right(folder):
     with pytest.raises(ValueError, match="negative"):
         model(torch.tensor([-5.0]))
     model(torch.tensor([3.0]))
-    assert [value.item() for value in saved(folder).values()] == [1.0, 3.0, 2.0, 6.0]
+    assert [value.item() for value in saved_files(folder).values()] == [1.0, 3.0, 2.0, 6.0]
 
 
 def test_inputs_and_outputs_of_a_recursive_layer_belong_together(folder):
@@ -858,13 +858,13 @@ def test_inputs_and_outputs_of_a_recursive_layer_belong_together(folder):
     model = Model()
     register(Hooks(model, 0), "fh", visualize=True)
     model(torch.zeros(1))
-    assert [v.item() for v in saved(folder).values()] == [2.0, 1.0, 0.0, 4.0, 8.0, 16.0]
+    assert [v.item() for v in saved_files(folder).values()] == [2.0, 1.0, 0.0, 4.0, 8.0, 16.0]
 
 
 def test_a_backward_that_raises_does_no_harm_to_the_next(folder):
     model = perceptron()
     register(Hooks(model, 2), "fbh", visualize=True)
-    x = batches(4)[0].requires_grad_()
+    x = row_batches(4)[0].requires_grad_()
     broken = x * 1
 
     def fail(grad):
@@ -874,7 +874,7 @@ def test_a_backward_that_raises_does_no_harm_to_the_next(folder):
     with pytest.raises(RuntimeError, match="on purpose"):
         weigh(model(broken)).backward()
     assert names(folder) == []
-    train(model, batches(4))
+    outcomes(model, row_batches(4))
     expected = [
         f"grad_{w}put_0_batch_size_4_layer_2_full_backward_hook_tensor.pt" for w in ("in", "out")
     ]
@@ -885,9 +885,9 @@ def test_a_copied_model_saves_nothing(folder):
     model = perceptron()
     for kind in KINDS:
         register(Hooks(model, 2), kind, visualize=True)
-    train(copy.deepcopy(model), batches(4))
+    outcomes(copy.deepcopy(model), row_batches(4))
     assert names(folder) == []
-    train(model, batches(4))
+    outcomes(model, row_batches(4))
     assert len(names(folder)) == 6
 
 
@@ -895,14 +895,14 @@ def test_a_copied_model_saves_nothing(folder):
 
 
 def test_an_update_of_the_first_input_leaves_the_others_as_they_are():
-    model = Mixed()
+    model = PassesEveryKind()
     x = torch.ones(2, 2)
     register(Hooks(model, 0), "fph", noise=10.0)
     assert torch.equal(model(x), 10 * x * x.exp() + 2)
 
 
 def test_an_update_of_a_gradient_leaves_those_of_other_inputs_as_they_are():
-    model = Mixed()
+    model = PassesEveryKind()
     register(Hooks(model, 0), "fbh", values=torch.full((2, 2), 100.0))
     x = torch.zeros(2, 2, requires_grad=True)
     model(x).sum().backward()
@@ -1147,14 +1147,14 @@ def test_a_wrong_shape_is_an_error_that_shows_both_sides(kind, wrong):
     shape = (7, features) if wrong == "batch" else (8, 9)
     handle = register(Hooks(model, 2), kind, **given)
     with pytest.raises(hl.ChangeError) as caught:
-        train(model, batches(8))
+        outcomes(model, row_batches(8))
     assert f"{shape}" in caught.value.found
     assert f"{(8, features)}" in caught.value.found
     assert caught.value.remedy
     port = PORTS[kind]
     assert any(repr(f"2{port}") in note for note in caught.value.__notes__)
     handle.remove()
-    train(model, batches(8))
+    outcomes(model, row_batches(8))
     assert_clean(model)
 
 
@@ -1162,7 +1162,7 @@ def test_an_update_of_the_gradient_before_an_in_place_layer_is_an_error():
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True))
     register(Hooks(model, 1), "fbh", noise=2.0)
     with pytest.raises(hl.GradientNotAvailable, match=r"'1:grad_input' .* input in place"):
-        model(*batches(2))
+        model(*row_batches(2))
 
 
 def test_noise_for_whole_numbers_is_an_error():

@@ -281,7 +281,7 @@ def test_a_model_that_a_forked_process_saved_inside_a_capture_can_be_captured():
 # -- other processes ------------------------------------------------------------------------------
 
 
-class Rows(Dataset):
+class OutputsInTheWorker(Dataset):
     """Runs a model in the worker, and tells what the hook dicts are like afterwards."""
 
     def __init__(self, model):
@@ -304,7 +304,9 @@ def test_workers_of_a_data_loader_are_given_the_model_inside_a_context(start):
     places = ["**", "**:input", "0.weight:grad"]
     with hl.capture(model, *places) as record, hl.hook(model, "1", lambda value: None):
         model(X)
-        loader = DataLoader(Rows(model), 2, num_workers=1, multiprocessing_context=start)
+        loader = DataLoader(
+            OutputsInTheWorker(model), 2, num_workers=1, multiprocessing_context=start
+        )
         rows, left = zip(*loader, strict=True)
     torch.testing.assert_close(torch.cat(rows), bare.detach())
     if start == "spawn":

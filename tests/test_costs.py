@@ -31,7 +31,7 @@ from hookline.trials.contents import Contents
 aten = torch.ops.aten
 
 
-class Block(nn.Module):
+class PackedAttentionBlock(nn.Module):
     def __init__(self, width=8, heads=2):
         super().__init__()
         self.norm, self.qkv, self.out = (
@@ -52,11 +52,11 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Tied(nn.Module):
+class TiedTransformer(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([PackedAttentionBlock(), PackedAttentionBlock()])
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
 
@@ -84,7 +84,7 @@ class Conv(nn.Module):
 
 MODELS = {
     "convolutions": (Conv, lambda: torch.randn(2, 3, 9, 9)),
-    "a transformer": (Tied, lambda: torch.randint(11, (2, 6))),
+    "a transformer": (TiedTransformer, lambda: torch.randint(11, (2, 6))),
     "torch's encoder": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2),
         lambda: torch.randn(2, 5, 8),
@@ -94,7 +94,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def torchs(model, batch, backward=False):
+def flops_by_torch(model, batch, backward=False):
     """What torch's counter finds, by module, with formulas for the attention kernels it lacks."""
     kernels = {
         aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *a, out_shape=None, **o: (
@@ -123,7 +123,7 @@ def test_flops_are_those_of_torchs_counter(name, training, backward):
     make, batch = MODELS[name]
     model, x = make(), batch()
     # torch has no formula for the fast path of attention in eval mode.
-    total, by_module = torchs(model.train(training or not backward), x, backward)
+    total, by_module = flops_by_torch(model.train(training or not backward), x, backward)
     summary = hl.summarize(model.train(training), x, backward=backward)
     assert summary.totals["flops"] + (summary.totals["backward_flops"] or 0) == total > 0
     assert (summary.totals["backward_flops"] is not None) == backward
@@ -150,7 +150,7 @@ def test_the_flops_of_a_backward_are_those_of_each_layer_alone(name):
             hl.get_module(model, place.path),
             given.detach().requires_grad_(given.requires_grad),
         )
-        total, _ = torchs(layer, given, backward=True)
+        total, _ = flops_by_torch(layer, given, backward=True)
         row = summary[place.path]
         assert row.flops + row.backward_flops == row.own_flops + row.own_backward_flops == total
 
@@ -172,7 +172,7 @@ def test_attention_kernels_have_the_flops_of_attention_written_out():
     q, kv = torch.randn(2, 3, 7, 16), torch.randn(2, 3, 11, 16)
     fast = hl.summarize(Attend(), (q, kv, kv)).totals["flops"]
     with sdpa_kernel(SDPBackend.MATH):
-        written, _ = torchs(Attend(), (q, kv, kv))
+        written, _ = flops_by_torch(Attend(), (q, kv, kv))
     assert fast == written == 2 * (2 * 2 * 3 * 7 * 11 * 16)
 
 
@@ -182,7 +182,7 @@ def test_attention_kernels_have_the_flops_of_attention_written_out():
 def test_an_lstm_has_the_flops_of_its_matrix_products(directions, bias):
     model, x = nn.LSTM(4, 5, 2, bias, bidirectional=directions), torch.randn(3, 2, 4)
     with torch.backends.mkldnn.flags(enabled=False):
-        expected, _ = torchs(model, x)
+        expected, _ = flops_by_torch(model, x)
     assert hl.summarize(model, x).totals["flops"] == expected > 0
     found = hl.summarize(model, x, backward=True).totals
     assert found["backward_flops"] == 2 * expected
@@ -190,7 +190,7 @@ def test_an_lstm_has_the_flops_of_its_matrix_products(directions, bias):
 
 def test_the_fast_path_of_attention_has_the_flops_of_the_slow_one(monkeypatch):
     model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 5, 8)
-    expected, _ = torchs(model.train(), (x, x, x))
+    expected, _ = flops_by_torch(model.train(), (x, x, x))
     assert hl.summarize(model.eval(), (x, x, x)).totals["flops"] == expected > 0
     counted = []  # a function mode, as summarize has, turns the fast path off
     monkeypatch.setattr("hookline.costs.flops.without_dispatch_modes", None)
@@ -199,7 +199,7 @@ def test_the_fast_path_of_attention_has_the_flops_of_the_slow_one(monkeypatch):
     assert counted == [expected]
 
 
-class Experts(nn.Module):
+class GroupedExperts(nn.Module):
     """Rows that each go to one of four experts, by one kernel or one expert after the other."""
 
     def __init__(self, grouped):
@@ -217,11 +217,13 @@ class Experts(nn.Module):
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no such kernel")
 def test_experts_in_one_kernel_have_the_flops_of_each_alone():
     x = torch.randn(12, 16, requires_grad=True)
-    found = [hl.summarize(Experts(grouped), x, backward=True).totals for grouped in (True, False)]
+    found = [
+        hl.summarize(GroupedExperts(grouped), x, backward=True).totals for grouped in (True, False)
+    ]
     for name in ("flops", "backward_flops"):
         assert found[0][name] == found[1][name] == (1 + ("back" in name)) * 2 * 12 * 16 * 24
     one, other = torch.randn(5, 2, 16), torch.randn(5, 16, 8)
-    batched = hl.summarize(Experts(True), lambda _: torch._grouped_mm(one, other))
+    batched = hl.summarize(GroupedExperts(True), lambda _: torch._grouped_mm(one, other))
     assert batched.totals["flops"] == 2 * 5 * 2 * 16 * 8
 
 
@@ -309,7 +311,7 @@ def test_a_backward_of_parameters_that_were_made_in_inference_mode_is_refused():
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inference, monkeypatch):
-    model, ids = Tied(), torch.randint(11, (2, 6))
+    model, ids = TiedTransformer(), torch.randint(11, (2, 6))
     with torch.inference_mode(inference):
         remembered = hl.summarize(model, ids).to_dict()
         monkeypatch.setattr("hookline.costs.flops.without_dispatch_modes", None)
@@ -319,7 +321,7 @@ def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inferen
 
 
 def test_the_users_own_dispatch_modes_still_see_everything():
-    model, ids = Tied(), torch.randint(11, (2, 6))
+    model, ids = TiedTransformer(), torch.randint(11, (2, 6))
     with FlopCounterMode(display=False) as bare:
         model(ids)
     with FlopCounterMode(display=False) as counter:
@@ -388,7 +390,7 @@ def test_the_compiler_is_not_imported():
 
 
 def test_sizes_count_every_parameter_once():
-    model = Tied()
+    model = TiedTransformer()
     model.blocks[0].requires_grad_(False)
     summary = hl.summarize(model)
     count = sum(p.numel() for p in model.parameters())
@@ -473,12 +475,12 @@ def test_the_size_of_what_a_function_gives_the_model_is_not_said_to_be_nothing()
 
 
 @dataclass
-class Pair:
+class TensorPair:
     left: torch.Tensor
     right: torch.Tensor
 
 
-class Nested(nn.Module):
+class TakesAPair(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(3, 2)
@@ -489,15 +491,15 @@ class Nested(nn.Module):
 
 
 def test_nested_values_keep_their_structure():
-    pair = Pair(torch.randn(5, 3), torch.randn(4))
+    pair = TensorPair(torch.randn(5, 3), torch.randn(4))
     for batch in (pair, {"pair": pair, "scale": 2.0}, (pair, 2.0), lambda m: m(pair, scale=2.0)):
-        row = hl.summarize(Nested(), batch)[""]
+        row = hl.summarize(TakesAPair(), batch)[""]
         assert row.inputs["pair"] == {"left": "(5, 3)", "right": "(4,)"}
         assert row.inputs.get("scale", "float") == "float"
         assert row.output == {"left": "(5, 2)", "states": ["(4,)", ["(5, 2)", None]]}
         assert row.activation_bytes == (5 * 2 + 4) * 4  # what stands twice counts once
         assert row.dtype == "float32"
-    assert "(5, 2), [(4,), [(5, 2)]]" in str(hl.summarize(Nested(), pair))
+    assert "(5, 2), [(4,), [(5, 2)]]" in str(hl.summarize(TakesAPair(), pair))
 
 
 def test_a_tuple_of_whole_numbers_is_a_shape_and_nothing_else_is():
@@ -524,7 +526,7 @@ def test_a_tuple_of_whole_numbers_is_a_shape_and_nothing_else_is():
 
 
 def test_shapes_become_whole_numbers_where_the_model_wants_tokens():
-    model = Tied()
+    model = TiedTransformer()
     assert (
         hl.summarize(model, (2, 6)).totals == hl.summarize(model, torch.zeros(2, 6).long()).totals
     )
@@ -590,9 +592,11 @@ def test_the_loss_of_the_output_or_a_function_is_where_the_backward_starts():
 
 
 def test_on_the_meta_device_the_numbers_are_the_same():
-    real = hl.summarize(Tied(), torch.zeros(2, 6, dtype=torch.long), backward=True).to_dict()
+    real = hl.summarize(
+        TiedTransformer(), torch.zeros(2, 6, dtype=torch.long), backward=True
+    ).to_dict()
     with torch.device("meta"):
-        model = Tied()
+        model = TiedTransformer()
     for batch in (torch.zeros(2, 6, dtype=torch.long), torch.zeros(2, 6).long().to("meta"), (2, 6)):
         found = hl.summarize(model, batch, backward=True)
         assert found.totals["flops"] == real["totals"]["flops"]
@@ -608,13 +612,13 @@ def test_another_default_device_changes_nothing():
         assert hl.summarize(model, (4, 3)).to_dict() == expected
 
 
-class Several(nn.Module):
+class ConvLSTMBlock(nn.Module):
     """A convolution, a recurrent layer and attention."""
 
     def __init__(self):
         super().__init__()
         self.conv, self.norm = nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8)
-        self.lstm, self.block = nn.LSTM(8, 8, batch_first=True), Block()
+        self.lstm, self.block = nn.LSTM(8, 8, batch_first=True), PackedAttentionBlock()
 
     def forward(self, x):
         return self.block(self.lstm(self.norm(self.conv(x)).mT)[0])
@@ -623,9 +627,9 @@ class Several(nn.Module):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("given", [(2, 3, 6), lambda model: model(torch.ones(2, 3, 6))])
 def test_fake_tensors_cost_what_real_ones_do(backward, given):
-    expected = hl.summarize(Several(), given, backward=backward).to_dict()
+    expected = hl.summarize(ConvLSTMBlock(), given, backward=backward).to_dict()
     with FakeTensorMode():
-        assert hl.summarize(Several(), given, backward=backward).to_dict() == expected
+        assert hl.summarize(ConvLSTMBlock(), given, backward=backward).to_dict() == expected
     assert expected["totals"]["flops"] > 0
 
 
@@ -777,7 +781,7 @@ def test_a_compiled_model_is_measured_eagerly():
 # -- all is as before -----------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
+class ChangesAllItCan(nn.Module):
     def __init__(self, fails=False):
         super().__init__()
         self.norm, self.drop, self.fc = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)
@@ -799,7 +803,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("mode", [None, "eval", "train"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_everything_is_put_back_also_after_an_error(fails, mode, backward):
-    model = Mixed(fails)
+    model = ChangesAllItCan(fails)
     model.drop.eval()
     grad = model.fc.weight.grad = torch.ones(4, 4)
     state, modes = state_bits(model), [m.training for m in model.modules()]
@@ -951,7 +955,7 @@ def test_times_are_measured_only_if_asked_for():
 
 
 def test_the_table_is_filtered_and_no_wider_than_asked():
-    summary = hl.summarize(Tied(), (2, 6), backward=True, time=True)
+    summary = hl.summarize(TiedTransformer(), (2, 6), backward=True, time=True)
     for width in (60, 80, 100):
         lines = summary.show(depth=9, width=width).splitlines()
         assert max(map(len, lines)) <= width
@@ -960,39 +964,48 @@ def test_the_table_is_filtered_and_no_wider_than_asked():
     assert [line.split()[0] for line in shown[2:]] == ["blocks.0.qkv", "blocks.1.qkv"]
     with pytest.raises(hl.PlaceNotFound):
         summary.show("layers.*")
-    with pytest.raises(hl.PlaceNotFound, match="Tied has no such module"):
+    with pytest.raises(hl.PlaceNotFound, match="TiedTransformer has no such module"):
         summary["layers"]
 
 
-def shown(summary, where):
+def places_shown(summary, where):
     """The places of the rows that are shown."""
     return [line.split()[0] for line in summary.show(where, depth=9, width=200).splitlines()[2:]]
 
 
 def test_the_table_is_filtered_by_whatever_names_places():
-    model = Tied()
+    model = TiedTransformer()
     summary = hl.summarize(model, (2, 6))
     block = model.blocks[1]
-    assert shown(summary, nn.LayerNorm) == ["blocks.0.norm", "blocks.1.norm"]
-    assert shown(summary, nn.ModuleList) == ["blocks"]
-    assert shown(summary, block) == ["blocks.1"]
-    assert shown(summary, lambda name, module: module is block or name == "head")[0] == "blocks.1"
-    assert shown(summary, re.compile("qkv|head")) == ["blocks.0.qkv", "blocks.1.qkv", "head"]
-    assert shown(summary, ["head", nn.Embedding, block]) == ["embed", "blocks.1", "head"]
-    with pytest.raises(hl.PlaceNotFound, match=r"Nothing matches Conv2d\. The model has Block,"):
+    assert places_shown(summary, nn.LayerNorm) == ["blocks.0.norm", "blocks.1.norm"]
+    assert places_shown(summary, nn.ModuleList) == ["blocks"]
+    assert places_shown(summary, block) == ["blocks.1"]
+    assert (
+        places_shown(summary, lambda name, module: module is block or name == "head")[0]
+        == "blocks.1"
+    )
+    assert places_shown(summary, re.compile("qkv|head")) == ["blocks.0.qkv", "blocks.1.qkv", "head"]
+    assert places_shown(summary, ["head", nn.Embedding, block]) == ["embed", "blocks.1", "head"]
+    with pytest.raises(
+        hl.PlaceNotFound, match=r"Nothing matches Conv2d\. The model has .*PackedAttentionBlock,"
+    ):
         summary.show(nn.Conv2d)
 
 
 @pytest.mark.parametrize("way", ["freed", "pickled", "copied"])
 def test_without_the_model_rows_are_found_by_places_and_types(way):
-    model = Tied()
+    model = TiedTransformer()
     block, summary = model.blocks[1], hl.summarize(model, (2, 6))
     if way == "freed":
         del model
         gc.collect()
     else:
         summary = pickle.loads(pickle.dumps(summary)) if way == "pickled" else copy.copy(summary)
-    assert shown(summary, [nn.LayerNorm, "head"]) == ["blocks.0.norm", "blocks.1.norm", "head"]
+    assert places_shown(summary, [nn.LayerNorm, "head"]) == [
+        "blocks.0.norm",
+        "blocks.1.norm",
+        "head",
+    ]
     for where in (block, lambda name, module: True, nn.Conv2d):
         with pytest.raises(hl.PlaceNotFound, match="its model is gone"):
             summary.show(where)
@@ -1011,11 +1024,11 @@ def test_a_large_model_is_shown_as_deep_as_sixty_rows_go():
 
 
 def test_a_summary_is_plain_data():
-    summary = hl.summarize(Tied(), (2, 6), backward=True, time=True)
+    summary = hl.summarize(TiedTransformer(), (2, 6), backward=True, time=True)
     content = summary.to_dict()
     assert json.loads(json.dumps(content)) == content
     assert set(content) == {"model", "totals", "modules"}
-    assert content["model"] == "Tied"
+    assert content["model"] == "TiedTransformer"
     wanted = {
         "place", "type", "depth", "inputs", "output", "parameters", "trainable", "parameter_bytes",
         "buffer_bytes", "activation_bytes", "flops", "backward_flops", "seconds",
@@ -1095,7 +1108,7 @@ def test_a_summary_can_be_copied_and_pickled_before_it_is_read():
     assert copy.deepcopy(summary).to_dict() == expected
 
 
-class Growing(nn.Module):
+class ChangesItself(nn.Module):
     """Makes a layer at its first call, replaces one, and drops one."""
 
     def __init__(self):
@@ -1112,7 +1125,7 @@ class Growing(nn.Module):
 
 
 def test_a_model_that_changes_in_its_run_is_told_as_it_is_afterwards():
-    summary, one = hl.summarize(Growing(), (5, 4)), 2 * 5 * 4 * 4
+    summary, one = hl.summarize(ChangesItself(), (5, 4)), 2 * 5 * 4 * 4
     assert [row.place for row in summary] == ["", "old", "last", "made"]
     assert [row.parameters for row in summary] == [16 + 20 + 16, 16, 20, 16]
     assert [row.calls for row in summary] == [1, 1, 1, 0]  # nobody could watch the new one

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from oracles import assert_clean, by_hand, hooks_left
+from oracles import assert_clean, by_hand, hooks_left, same_tensors
 from torch import nn
 
 import hookline as hl
@@ -64,7 +64,7 @@ KINDS = {
 DECODERS = ("GPT-2", "Llama")
 
 
-def make(name):
+def tiny(name):
     """A tiny model whose words differ: with the usual small weights, one word wins always."""
     torch.manual_seed(0)
     model = KINDS[name].make().eval()
@@ -76,12 +76,12 @@ def make(name):
 
 @pytest.fixture(params=KINDS)
 def kind(request):
-    return SimpleNamespace(**vars(KINDS[request.param]), model=make(request.param))
+    return SimpleNamespace(**vars(KINDS[request.param]), model=tiny(request.param))
 
 
 @pytest.fixture(params=DECODERS)
 def decoder(request):
-    return SimpleNamespace(**vars(KINDS[request.param]), model=make(request.param))
+    return SimpleNamespace(**vars(KINDS[request.param]), model=tiny(request.param))
 
 
 def prompt(batch=2, seed=0):
@@ -144,7 +144,7 @@ def test_without_a_cache_every_call_has_all_tokens_so_far(decoder):
 
 
 def test_an_encoder_runs_once_and_its_keys_are_cached():
-    model = make("T5")
+    model = tiny("T5")
     cross = "decoder.block.*.layer.1.EncDecAttention"
     with hl.capture(model, "encoder.block.*", "decoder.embed_tokens", f"{cross}.{{q,k}}") as record:
         generate(model)
@@ -355,7 +355,7 @@ def test_a_patch_puts_in_what_each_call_of_another_generation_had(decoder):
 # -- positions and heads --------------------------------------------------------------------------
 
 
-def padded(side):
+def padded_prompts(side):
     """Two prompts of 3 and 6 tokens in one batch, with its mask."""
     ids, mask = prompt(), torch.ones(2, LENGTH, dtype=torch.long)
     if side == "left":
@@ -369,7 +369,7 @@ def padded(side):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_last_token_is_found_with_padding_on_either_side(decoder, side):
-    ids, mask = padded(side)
+    ids, mask = padded_prompts(side)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     last = [LENGTH - 1, LENGTH - 1] if side == "left" else [2, LENGTH - 1]
     with torch.no_grad():
@@ -389,7 +389,7 @@ def test_the_last_token_is_found_with_padding_on_either_side(decoder, side):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_edit_at_the_last_token_leaves_the_others_alone(decoder, side):
-    ids, mask = padded(side)
+    ids, mask = padded_prompts(side)
     rows, last = torch.arange(2), torch.tensor([LENGTH - 1 if side == "left" else 2, LENGTH - 1])
 
     def by_hand_(module, args, output):
@@ -410,7 +410,7 @@ def test_an_edit_at_the_last_token_leaves_the_others_alone(decoder, side):
 
 
 def test_the_last_token_of_the_prompt_is_that_of_the_first_call(decoder):
-    ids, mask = padded("left")
+    ids, mask = padded_prompts("left")
 
     def run(model):
         return generate(model, ids, attention_mask=mask)
@@ -432,7 +432,7 @@ def test_the_last_token_of_the_prompt_is_that_of_the_first_call(decoder):
 
 
 def test_a_mask_of_the_prompt_does_not_fit_later_calls_and_that_is_told(decoder):
-    ids, mask = padded("left")
+    ids, mask = padded_prompts("left")
     bare = generate(decoder.model, ids, attention_mask=mask)
     with hl.capture(decoder.model, decoder.mlp, at=hl.last_token(mask)) as record:
         assert torch.equal(generate(decoder.model, ids, attention_mask=mask), bare)
@@ -520,7 +520,7 @@ def test_what_a_cache_was_at_each_call_is_had_by_a_transform(decoder):
 
 
 def test_the_keys_of_a_cache_are_those_that_were_captured_along_the_way():
-    model = make("Llama")
+    model = tiny("Llama")
     with hl.capture(model, "model.layers.0.self_attn.v_proj", "") as record:
         generate(model)
     held = record["", -1].past_key_values.layers[0].values
@@ -529,7 +529,7 @@ def test_the_keys_of_a_cache_are_those_that_were_captured_along_the_way():
 
 
 def test_captured_tensors_stay_as_they_were_while_a_static_cache_is_overwritten():
-    model = make("Llama")
+    model = tiny("Llama")
 
     def run(model):
         return generate(model, cache_implementation="static")
@@ -576,7 +576,7 @@ def test_gradients_of_a_sequence_in_two_pieces_are_numbered_by_call(decoder):
 # -- loops and repeated modules -------------------------------------------------------------------
 
 
-class Loop(nn.Module):
+class CellLoop(nn.Module):
     """An LSTM cell that is called once a step, and a layer that is called on each state."""
 
     def __init__(self):
@@ -596,7 +596,7 @@ STEPS = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(0))
 
 
 def test_every_step_of_a_loop_is_a_call():
-    model = Loop()
+    model = CellLoop()
     seen = by_hand(model, lambda m: m(STEPS)).outputs
     with hl.capture(model, "cell", "out", "cell:inputs") as record:
         output = model(STEPS)
@@ -610,7 +610,7 @@ def test_every_step_of_a_loop_is_a_call():
 
 
 def test_gradients_of_a_loop_are_numbered_by_step():
-    model, arrived = Loop(), []
+    model, arrived = CellLoop(), []
 
     def keep(module, args, output):
         arrived.append(None)
@@ -633,7 +633,7 @@ def test_gradients_of_a_loop_are_numbered_by_step():
     ("calls", "wanted"), [(2, {2}), (slice(5, None), {5, 6}), ({0, 6}, {0, 6})]
 )
 def test_some_steps_of_a_loop_are_edited(calls, wanted):
-    model = Loop()
+    model = CellLoop()
     hook = counting(lambda output: (output[0] * 2, output[1]), wanted)
     handle = model.cell.register_forward_hook(hook)
     expected = model(STEPS)
@@ -645,7 +645,7 @@ def test_some_steps_of_a_loop_are_edited(calls, wanted):
 def test_steps_are_counted_from_the_first_since_nobody_knows_the_last():
     for calls in (-1, slice(-2, None), {-1}):
         with pytest.raises(hl.ChangeError, match="from 0"):
-            with hl.edit(Loop(), "cell[0]", hl.zero(), calls=calls):
+            with hl.edit(CellLoop(), "cell[0]", hl.zero(), calls=calls):
                 raise AssertionError("must not be entered")
 
 
@@ -711,7 +711,7 @@ def stepping(request):
     return SimpleNamespace(**vars(KINDS_WITH_STEPS[request.param]), model=model)
 
 
-def change(value):
+def negated(value):
     return value * -3.0 + 0.5
 
 
@@ -731,7 +731,7 @@ def with_hooks_by_hand(model, path, step, runs):
         forwards[0] += 1
 
     def hook(module, args, output):
-        return change(output) if ("prompt" if forwards[0] <= 1 else "generated") == step else None
+        return negated(output) if ("prompt" if forwards[0] <= 1 else "generated") == step else None
 
     handles = [
         model.register_forward_pre_hook(count),
@@ -746,18 +746,14 @@ def with_hooks_by_hand(model, path, step, runs):
     return results
 
 
-def equal(found, expected):
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
 def changed_by_attaching(model, path, step, runs):
     """What runs give with one edit attached; the model is as before afterwards."""
     bare, left = [run() for run in runs], hooks_left(model)  # transformers leaves some of its own
-    edit = hl.edit(model, path, change, calls=step).attach()
+    edit = hl.edit(model, path, negated, calls=step).attach()
     found = [run() for run in runs]
     edit.remove()
-    assert not any(map(equal, found, bare))
-    assert all(map(equal, [run() for run in runs], bare))
+    assert not any(map(same_tensors, found, bare))
+    assert all(map(same_tensors, [run() for run in runs], bare))
     assert hooks_left(model) == left
     return found
 
@@ -773,7 +769,7 @@ def test_an_attached_edit_changes_one_step_of_every_generation(stepping, step, o
     runs = [lambda seed=seed: scores(model, prompt(seed=seed), **options) for seed in (0, 1)]
     expected = with_hooks_by_hand(model, stepping.mlp, step, runs)
     found = changed_by_attaching(model, stepping.mlp, step, runs)
-    assert all(map(equal, found, expected))
+    assert all(map(same_tensors, found, expected))
 
 
 @pytest.mark.parametrize("step", STEPS_OF)
@@ -792,28 +788,32 @@ def test_every_way_to_generate_has_a_prompt_and_generated_tokens(decoder, step, 
     model = decoder.model
     runs = [lambda seed=seed: scores(model, prompt(seed=seed), **options) for seed in (0, 1)]
     expected = with_hooks_by_hand(model, decoder.mlp, step, runs)
-    assert all(map(equal, changed_by_attaching(model, decoder.mlp, step, runs), expected))
+    assert all(map(same_tensors, changed_by_attaching(model, decoder.mlp, step, runs), expected))
 
 
 @pytest.mark.parametrize("step", STEPS_OF)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_has_no_part_in_what_is_a_prompt(decoder, step, side):
-    ids, mask = padded(side)
+    ids, mask = padded_prompts(side)
     runs = [lambda: scores(decoder.model, ids, attention_mask=mask)] * 2
     expected = with_hooks_by_hand(decoder.model, decoder.mlp, step, runs)
-    assert all(map(equal, changed_by_attaching(decoder.model, decoder.mlp, step, runs), expected))
+    assert all(
+        map(same_tensors, changed_by_attaching(decoder.model, decoder.mlp, step, runs), expected)
+    )
 
 
 @pytest.mark.parametrize("step", STEPS_OF)
 def test_a_prompt_of_one_token_is_a_prompt(decoder, step):
     runs = [lambda: scores(decoder.model, prompt()[:, :1])] * 2
     expected = with_hooks_by_hand(decoder.model, decoder.mlp, step, runs)
-    assert all(map(equal, changed_by_attaching(decoder.model, decoder.mlp, step, runs), expected))
+    assert all(
+        map(same_tensors, changed_by_attaching(decoder.model, decoder.mlp, step, runs), expected)
+    )
 
 
 @pytest.mark.parametrize("step", STEPS_OF)
 def test_a_prompt_may_be_given_as_embeddings_and_with_a_cache_of_the_user(step):
-    model = make("Llama")
+    model = tiny("Llama")
     embeddings = model.model.embed_tokens(prompt()).detach()
 
     def run():
@@ -825,25 +825,25 @@ def test_a_prompt_may_be_given_as_embeddings_and_with_a_cache_of_the_user(step):
 
     expected = with_hooks_by_hand(model, "model.layers.1.mlp", step, [run, run])
     found = changed_by_attaching(model, "model.layers.1.mlp", step, [run, run])
-    assert all(map(equal, found, expected))
+    assert all(map(same_tensors, found, expected))
 
 
 @pytest.mark.parametrize("inside", ["model", "model.layers.0"])
 @pytest.mark.parametrize("step", STEPS_OF)
 def test_a_part_of_the_model_that_takes_the_cache_may_be_given(inside, step):
-    model = make("Llama")
+    model = tiny("Llama")
     runs = [lambda: scores(model)] * 2
     expected = with_hooks_by_hand(model, "model.layers.0.mlp", step, runs)
     place = "model.layers.0.mlp".removeprefix(inside + ".")
-    with hl.edit(model.get_submodule(inside), place, change, calls=step):
-        assert all(map(equal, [run() for run in runs], expected))
+    with hl.edit(model.get_submodule(inside), place, negated, calls=step):
+        assert all(map(same_tensors, [run() for run in runs], expected))
 
 
 def test_a_part_that_others_have_filled_the_cache_for_is_refused():
     """The second layer is given a cache with the keys of the first one, also at the prompt."""
-    model = make("Llama")
+    model = tiny("Llama")
     with pytest.raises(hl.ChangeError, match="holds tokens already") as caught:
-        with hl.edit(model.model.layers[1], "mlp", change, calls="prompt"):
+        with hl.edit(model.model.layers[1], "mlp", negated, calls="prompt"):
             generate(model)
     assert "layers before" in caught.value.found
     assert "whole model" in caught.value.remedy
@@ -854,7 +854,7 @@ def test_the_model_may_be_part_of_a_bigger_one(step):
     class Wrapped(nn.Module):
         def __init__(self):
             super().__init__()
-            self.lm, self.probe = make("Llama"), nn.Linear(WIDTH, 2)
+            self.lm, self.probe = tiny("Llama"), nn.Linear(WIDTH, 2)
 
         def forward(self, ids):
             return self.probe(self.lm.model(ids).last_hidden_state)
@@ -862,10 +862,10 @@ def test_the_model_may_be_part_of_a_bigger_one(step):
     model = Wrapped()
     runs = [lambda: scores(model.lm)] * 2
     expected = with_hooks_by_hand(model.lm, "model.layers.0.mlp", step, runs)
-    with hl.edit(model, "lm.model.layers.0.mlp", change, calls=step):
-        assert all(map(equal, [run() for run in runs], expected))
+    with hl.edit(model, "lm.model.layers.0.mlp", negated, calls=step):
+        assert all(map(same_tensors, [run() for run in runs], expected))
     with pytest.raises(hl.NotHookable, match=r"'probe'.*takes a cache"):
-        with hl.edit(model, "probe", change, calls=step):
+        with hl.edit(model, "probe", negated, calls=step):
             raise AssertionError("must not be entered")
 
 
@@ -875,12 +875,12 @@ def test_the_calls_of_an_encoder_are_of_the_prompt(name):
     model = KINDS_WITH_STEPS[name].make().eval()
     place = "encoder.block.0.layer.1" if name == "T5" else "model.encoder.layers.0.fc2"
     runs = [lambda seed=seed: scores(model, prompt(seed=seed)) for seed in (0, 1)]
-    handle = model.get_submodule(place).register_forward_hook(lambda m, a, output: change(output))
+    handle = model.get_submodule(place).register_forward_hook(lambda m, a, output: negated(output))
     expected = [run() for run in runs]
     handle.remove()
-    assert all(map(equal, changed_by_attaching(model, place, "prompt", runs), expected))
+    assert all(map(same_tensors, changed_by_attaching(model, place, "prompt", runs), expected))
     with pytest.raises(hl.NeverFired, match="none was of the step 'generated'"):
-        with hl.edit(model, place, change, calls="generated"):
+        with hl.edit(model, place, negated, calls="generated"):
             generate(model)
     with hl.capture(model, place, calls="prompt") as record:
         model.get_encoder()(prompt())
@@ -897,10 +897,10 @@ def test_a_generation_after_one_that_raised_begins_with_its_prompt(decoder):
 
     expected = with_hooks_by_hand(model, decoder.mlp, "prompt", [lambda: scores(model)])[0]
     handle = model.get_submodule(decoder.norm).register_forward_pre_hook(stop)
-    with hl.edit(model, decoder.mlp, change, calls="prompt"):
+    with hl.edit(model, decoder.mlp, negated, calls="prompt"):
         with pytest.raises(KeyError, match="in the middle"):
             generate(model)
-        assert equal(scores(model), expected)
+        assert same_tensors(scores(model), expected)
     handle.remove()
     assert_clean(model)
 
@@ -950,7 +950,7 @@ def test_two_threads_have_prompts_of_their_own(decoder):
         options = {"stopping_criteria": transformers.StoppingCriteriaList([Meet()])}
         results[n] = generate(model, inputs[n], **options)
 
-    with hl.edit(model, decoder.mlp, change, calls="generated"):
+    with hl.edit(model, decoder.mlp, negated, calls="generated"):
         threads = [threading.Thread(target=run, args=(n,)) for n in inputs]
         for thread in threads:
             thread.start()
@@ -967,12 +967,12 @@ def test_a_capture_of_one_step_keeps_the_numbers_of_the_calls(stepping, step):
         expected = [generate(model), generate(model)]
     places = ("lm_head", "lm_head:input", stepping.mlp)
     with hl.capture(model, *places, calls=step) as record:
-        assert equal([generate(model), generate(model)], expected)
+        assert same_tensors([generate(model), generate(model)], expected)
     for place in places:
         assert [number for number, _ in record.numbered(place)] == numbers
         for number in numbers:
             assert torch.equal(record[place, number], whole[place, number])
-        assert equal(record.calls(place), [whole[place, n] for n in numbers])
+        assert same_tensors(record.calls(place), [whole[place, n] for n in numbers])
         other = next(n for n in twice if n not in numbers)
         with pytest.raises(hl.NotCaptured, match=f"Call {other} .*capture was for others"):
             _ = record[place, other]
@@ -983,26 +983,26 @@ def test_a_capture_around_an_edit_sees_the_steps_as_they_are(decoder):
     with hl.capture(model, decoder.mlp) as bare:
         generate(model)
     with hl.capture(model, decoder.mlp, calls="prompt") as before:
-        with hl.edit(model, decoder.mlp, change, calls="prompt"):
+        with hl.edit(model, decoder.mlp, negated, calls="prompt"):
             with hl.capture(model, decoder.mlp, calls="prompt") as after:
                 generate(model)
     assert torch.equal(before[decoder.mlp], bare[decoder.mlp, 0])
-    assert torch.equal(after[decoder.mlp], change(bare[decoder.mlp, 0]))
+    assert torch.equal(after[decoder.mlp], negated(bare[decoder.mlp, 0]))
 
 
 def test_the_operations_of_one_step_are_edited_and_captured():
-    model = make("Llama")
+    model = tiny("Llama")
     place = "model.layers.0.mlp.act_fn/silu"
     with hl.capture(model, place) as whole:
         generate(model)
     with hl.capture(model, place, calls="generated") as record:
         generate(model)
-    assert equal(record.calls(place), whole.calls(place)[1:])
+    assert same_tensors(record.calls(place), whole.calls(place)[1:])
     expected = with_hooks_by_hand(model, "model.layers.0.mlp.act_fn", "generated", [
         lambda: scores(model)
     ])  # fmt: skip
-    with hl.edit(model, place, change, calls="generated"):
-        assert equal(scores(model), expected[0])
+    with hl.edit(model, place, negated, calls="generated"):
+        assert same_tensors(scores(model), expected[0])
 
 
 def test_a_plain_forward_is_a_prompt_with_gradients_and_when_it_is_checkpointed(decoder):
@@ -1016,18 +1016,18 @@ def test_a_plain_forward_is_a_prompt_with_gradients_and_when_it_is_checkpointed(
 
     for dropout in [m for m in model.modules() if isinstance(m, nn.Dropout)]:
         dropout.p = 0.0
-    handle = model.get_submodule(decoder.mlp).register_forward_hook(lambda m, a, o: change(o))
+    handle = model.get_submodule(decoder.mlp).register_forward_hook(lambda m, a, o: negated(o))
     expected = run()
     handle.remove()
     place = f"{decoder.mlp}:grad_output"
-    with hl.edit(model, decoder.mlp, change, calls="prompt"):
+    with hl.edit(model, decoder.mlp, negated, calls="prompt"):
         with hl.capture(model, place, calls="prompt") as record:
             assert torch.equal(run(), expected)
-    with hl.edit(model, decoder.mlp, change), hl.capture(model, place) as whole:
+    with hl.edit(model, decoder.mlp, negated), hl.capture(model, place) as whole:
         run()
     assert torch.equal(record[place, 0], whole[place, 0])
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with hl.edit(model, decoder.mlp, change, calls="prompt"):
+    with hl.edit(model, decoder.mlp, negated, calls="prompt"):
         assert torch.equal(run(), expected)
 
 
@@ -1036,7 +1036,7 @@ def test_a_plain_forward_is_a_prompt_with_gradients_and_when_it_is_checkpointed(
 
 def assistant():
     torch.manual_seed(5)
-    return make("GPT-2")
+    return tiny("GPT-2")
 
 
 def several_steps(model, input_ids, **kwargs):
@@ -1135,15 +1135,15 @@ def test_later_forwards_of_assisted_decoding_are_of_generated_tokens(decoder):
 
 def test_loops_without_a_cache_have_no_prompt():
     with pytest.raises(hl.NotHookable, match=r"'cell\[0\]'.*takes a cache"):
-        with hl.edit(Loop(), "cell[0]", change, calls="generated"):
+        with hl.edit(CellLoop(), "cell[0]", negated, calls="generated"):
             raise AssertionError("must not be entered")
     with pytest.raises(hl.NotHookable, match=r"'\*'.*takes a cache"):
-        with hl.capture(Loop(), "*", calls="prompt"):
+        with hl.capture(CellLoop(), "*", calls="prompt"):
             raise AssertionError("must not be entered")
 
 
 def test_a_parameter_has_one_gradient_for_prompt_and_generated_tokens():
-    model = make("Llama")
+    model = tiny("Llama")
     with pytest.raises(hl.NotHookable, match="one gradient"):
         with hl.capture(model, "lm_head.weight:grad", calls="prompt"):
             raise AssertionError("must not be entered")
@@ -1151,7 +1151,7 @@ def test_a_parameter_has_one_gradient_for_prompt_and_generated_tokens():
 
 def test_a_module_that_is_called_outside_of_the_forward_is_refused(decoder):
     with pytest.raises(hl.ChangeError, match="outside of every forward"):
-        with hl.edit(decoder.model, "lm_head", change, calls="prompt"):
+        with hl.edit(decoder.model, "lm_head", negated, calls="prompt"):
             decoder.model.lm_head(torch.zeros(1, WIDTH))
 
 
@@ -1187,7 +1187,7 @@ def test_a_forward_with_another_cache_is_refused_in_any_model(cache, step):
 
 def test_a_paged_cache_is_refused():
     """Continuous batching of transformers has prompts and generated tokens in one forward."""
-    model = make("Llama")
+    model = tiny("Llama")
     with pytest.raises(hl.ChangeError, match="does not say"):
         with hl.edit(model, "model.layers.0.mlp", hl.zero(), calls="prompt"):
             model(prompt(), cache=object(), use_cache=False)
@@ -1253,7 +1253,7 @@ def test_the_other_options_of_a_capture_hold_for_one_step(decoder, step):
     handle = hl.capture(model, place, calls=step).attach()
     generate(model), generate(model)
     handle.remove()
-    assert equal(handle.record.calls(place), [whole[place, n] for n in numbers])
+    assert same_tensors(handle.record.calls(place), [whole[place, n] for n in numbers])
     with hl.capture(model, place, calls=step, stop=True) as record:
         generate(model)
         raise AssertionError("the rest of the block must not run")

@@ -26,7 +26,7 @@ from hookline.values.nested import leaves
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
-def run(module, inputs, rest, *places, **options):
+def recorded(module, inputs, rest, *places, **options):
     """A record of one forward and backward on inputs that other operations have made."""
     made = [x.detach().clone().requires_grad_() * 1 for x in inputs]
     with hl.capture(module, *places, **options) as record:
@@ -41,7 +41,7 @@ def test_gradients_equal_those_of_the_cut_graph(made, following):
     make, shapes = MAKERS[made]
     module, inputs, rest = make(), [torch.randn(shape) for shape in shapes], FOLLOWING[following]
     grad_output, grad_inputs = cut(module, inputs, rest)
-    record = run(module, inputs, rest, ":grad_output", ":grad_input", ":grad_inputs")
+    record = recorded(module, inputs, rest, ":grad_output", ":grad_input", ":grad_inputs")
     assert torch.equal(record[":grad_output"], grad_output)
     torch.testing.assert_close(record[":grad_input"], grad_inputs[0], rtol=1e-5, atol=1e-6)
     found = list(record[":grad_inputs"].values())
@@ -158,7 +158,7 @@ def test_a_view_of_the_input_that_was_changed_in_place_is_exact_or_refused(viewe
     module, x = make(), torch.randn(shape)
     rest = FOLLOWING["relu_"]
     grad_output, (grad_input,) = cut(module, [x], rest)
-    record = run(module, [x], rest, place)
+    record = recorded(module, [x], rest, place)
     expected = grad_output if place == ":grad_output" else grad_input
     assert_exact_or_refused(record, place, expected, "in place")
 
@@ -461,7 +461,7 @@ def test_an_inplace_relu_after_a_view_is_exact_or_refused(place):
     x = torch.randn(2, 3, 4)
     at_lin, _ = cut(model[0], [x], lambda y: weigh(y.relu()))
     at_relu, _ = cut(model, [x], weigh)
-    record = run(model, [x], weigh, place)
+    record = recorded(model, [x], weigh, place)
     if place == "1:grad_input" and model[0](x)._is_view():  # until torch 2.15
         with pytest.raises(hl.GradientNotAvailable, match="in place"):
             record[place]
@@ -516,7 +516,7 @@ def test_an_inplace_relu_after_no_view_is_exact_everywhere():
     x = torch.randn(3, 4)
     at_lin, _ = cut(model[0], [x], lambda y: weigh(model[2](y.relu())))
     at_relu, _ = cut(model[:2], [x], lambda y: weigh(model[2](y)))
-    record = run(model, [x], weigh, "*:grad_output", "*:grad_input")
+    record = recorded(model, [x], weigh, "*:grad_output", "*:grad_input")
     assert torch.equal(record["0:grad_output"], at_lin)
     assert torch.equal(record["1:grad_input"], at_lin)
     assert torch.equal(record["1:grad_output"], at_relu)
@@ -615,7 +615,7 @@ def test_a_module_that_returns_a_feature_beside_a_view_of_it_tells_what_it_can(s
 def test_an_expanded_output_has_the_gradient_of_every_copy():
     model = nn.Sequential(nn.Linear(4, 4), Giving(lambda x: x.expand(3, *x.shape)))
     grad_output, _ = cut(model, [torch.ones(2, 4)], weigh)
-    record = run(model, [torch.ones(2, 4)], weigh, ":grad_output", "1:grad_output")
+    record = recorded(model, [torch.ones(2, 4)], weigh, ":grad_output", "1:grad_output")
     assert torch.equal(record[":grad_output"], grad_output)
     assert torch.equal(record["1:grad_output"], grad_output)
 
@@ -626,7 +626,7 @@ def test_the_real_view_of_a_complex_value_is_exact_or_refused(wrap, following):
     model = wrap(Giving(lambda x: torch.view_as_real(torch.fft.fft(x))))
     x, rest = torch.randn(2, 4), FOLLOWING[following]
     expected, _ = cut(model, [x], rest)
-    record = run(model, [x], rest, ":grad_output")
+    record = recorded(model, [x], rest, ":grad_output")
     if following == "iadd":
         assert_exact_or_refused(record, ":grad_output", expected, "in place")
     else:
@@ -648,7 +648,7 @@ def test_an_lstm_with_the_loss_on_its_last_state():
 
 
 @dataclasses.dataclass
-class Output:
+class LogitsAndHidden:
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
     step: int = 3
@@ -658,7 +658,7 @@ class Output:
     "pack",
     [
         lambda a, b: {"logits": a, "hidden": b},
-        Output,
+        LogitsAndHidden,
         lambda a, b: [a, [b, None], 7],
         lambda a, b: {"both": (a, b), "name": "x"},
     ],
@@ -677,7 +677,7 @@ def test_gradients_mirror_the_structure_of_the_output(pack):
 
 
 def test_a_part_that_gets_no_gradient_is_none():
-    module = Giving(lambda x: Output(x * 2, x.exp()))
+    module = Giving(lambda x: LogitsAndHidden(x * 2, x.exp()))
     x = torch.randn(3, requires_grad=True)
     with hl.capture(module, ":grad_output") as record:
         module(x).logits.sum().backward()
@@ -971,7 +971,7 @@ def test_a_shared_module_keeps_its_calls_apart():
     x = torch.randn(2, 3)
     last, _ = cut(lin, [torch.tanh(lin(x)).detach()], weigh)
     first, (at_input,) = cut(lin, [x], lambda y: weigh(lin(torch.tanh(y))))
-    record = run(model, [x], weigh, "0:grad_output", "0:grad_input")
+    record = recorded(model, [x], weigh, "0:grad_output", "0:grad_input")
     assert torch.equal(record["0:grad_output", 0], first)
     assert torch.equal(record["2:grad_output", 1], last)
     assert torch.equal(record["0:grad_input", 0], at_input)
@@ -1355,7 +1355,7 @@ def test_gradients_under_autocast_have_the_dtypes_of_their_values():
     x = torch.randn(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         at_lin, (at_input,) = cut(model[0], [x], lambda y: weigh(model[2](y.relu()).float()))
-        record = run(model, [x], lambda y: weigh(y.float()), "0:grad_output", "0:grad_input")
+        record = recorded(model, [x], lambda y: weigh(y.float()), "0:grad_output", "0:grad_input")
     assert record["0:grad_output"].dtype == torch.bfloat16
     assert record["0:grad_input"].dtype == torch.float32
     assert torch.equal(record["0:grad_output"], at_lin)
@@ -1522,7 +1522,7 @@ def test_handles_do_not_pile_up_over_many_calls():
 # -- layers of torch ------------------------------------------------------------------------------
 
 
-def by_name(model, x):
+def called_by_name(model, x):
     return model[1](input=model[0](input=x))
 
 
@@ -1558,7 +1558,7 @@ def given_its_input(model, x):
         handle.remove()
 
 
-def caught(model, x):
+def after_a_failed_call(model, x):
     with contextlib.suppress(RuntimeError):
         model[0](x[:, :1])
     return model(x)
@@ -1569,8 +1569,8 @@ def vmapped(model, x):
 
 
 WAYS = [
-    by_name, checkpointed(True), checkpointed(False), without_gradients, twice, hooked_inside,
-    given_its_input, caught, vmapped, lambda model, x: model(x).relu_(),
+    called_by_name, checkpointed(True), checkpointed(False), without_gradients, twice,
+    hooked_inside, given_its_input, after_a_failed_call, vmapped, lambda model, x: model(x).relu_(),
 ]  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def mostly(value, other=1.0):
     return torch.tensor([[value, other, other, other], [other, other, value, other]])
 
 
-def rows(value):
+def full_of(value):
     return torch.full((2, 4), value)
 
 
@@ -114,7 +114,7 @@ def negative_variance():
     return layer
 
 
-class Attending(nn.Module):
+class AttendsToPadding(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
@@ -130,13 +130,13 @@ FORWARD = {
     "log of a negative": (alone(lambda x: x.log()), mostly(-1.0), "log"),
     "log2": (alone(torch.log2), mostly(0.0), "log2"),
     "log1p": (alone(torch.log1p), mostly(-1.0), "log1p"),
-    "zero over zero": (alone(lambda x: x / (x * 0)), rows(0.0), "div"),
+    "zero over zero": (alone(lambda x: x / (x * 0)), full_of(0.0), "div"),
     "one over zero": (alone(lambda x: 1 / x), mostly(0.0), "div"),
     "reciprocal": (alone(torch.reciprocal), mostly(0.0), "reciprocal"),
     "in-place division": (alone(lambda x: (x + 1).div_(x)), mostly(0.0), "div_"),
     "in-place logarithm": (alone(lambda x: (x * 1).log_()), mostly(0.0), "log_"),
     "normed by hand": (
-        alone(lambda x: x / x.pow(2).sum(-1, keepdim=True).sqrt()), rows(0.0), "div",
+        alone(lambda x: x / x.pow(2).sum(-1, keepdim=True).sqrt()), full_of(0.0), "div",
     ),
     "square root": (alone(torch.sqrt), mostly(-1.0), "sqrt"),
     "reciprocal root": (alone(torch.rsqrt), mostly(0.0), "rsqrt"),
@@ -148,34 +148,34 @@ FORWARD = {
     "logit": (alone(torch.logit), mostly(1.0, 0.5), "logit"),
     "logit by functional": (alone(torch.special.logit), mostly(0.0, 0.5), "special_logit"),
     "inverse error function": (alone(torch.erfinv), mostly(1.0, 0.5), "erfinv"),
-    "mean of nothing": (alone(lambda x: x + x[:0].mean()), rows(1.0), "mean"),
+    "mean of nothing": (alone(lambda x: x + x[:0].mean()), full_of(1.0), "mean"),
     "loss over nothing": (
-        alone(lambda x: x + F.cross_entropy(x, torch.tensor([-100, -100]))), rows(1.0),
+        alone(lambda x: x + F.cross_entropy(x, torch.tensor([-100, -100]))), full_of(1.0),
         "cross_entropy",
     ),
     "nan constant": (
-        alone(lambda x: x + torch.full((4,), math.nan, dtype=x.dtype)), rows(1.0), "full",
+        alone(lambda x: x + torch.full((4,), math.nan, dtype=x.dtype)), full_of(1.0), "full",
     ),
-    "nan set": (alone(partial(setting, what=math.nan)), rows(1.0), "setitem"),
-    "division of a view": (alone(partial(into, value=0.0)), rows(1.0), "div"),
-    "infinity times zero": (alone(lambda x: (x * INF) * 0), rows(1.0), "mul#2"),
-    "infinity minus infinity": (alone(lambda x: (x * INF) - (x * INF)), rows(1.0), "sub"),
-    "matrix product": (alone(lambda x: x @ x.T), rows(250.0), "matmul"),
-    "einsum": (alone(lambda x: torch.einsum("ij,kj->ik", x, x)), rows(250.0), "einsum"),
+    "nan set": (alone(partial(setting, what=math.nan)), full_of(1.0), "setitem"),
+    "division of a view": (alone(partial(into, value=0.0)), full_of(1.0), "div"),
+    "infinity times zero": (alone(lambda x: (x * INF) * 0), full_of(1.0), "mul#2"),
+    "infinity minus infinity": (alone(lambda x: (x * INF) - (x * INF)), full_of(1.0), "sub"),
+    "matrix product": (alone(lambda x: x @ x.T), full_of(250.0), "matmul"),
+    "einsum": (alone(lambda x: torch.einsum("ij,kj->ik", x, x)), full_of(250.0), "einsum"),
     "accumulated product": (
-        alone(lambda x: x.repeat(1, 10).cumprod(1).flip(1)), rows(30.0), "cumprod",
+        alone(lambda x: x.repeat(1, 10).cumprod(1).flip(1)), full_of(30.0), "cumprod",
     ),
-    "fully masked softmax": (alone(masked_softmax), rows(1.0), "softmax"),
-    "mask of -inf added": (alone(added_mask), rows(1.0), "softmax"),
-    "custom function": (alone(lambda x: Doubled.apply(x, "forward")), rows(1.0), "div"),
-    "linear": (lambda: overflowing(nn.Linear(4, 4)), rows(1e2), ""),
-    "convolution": (lambda: overflowing(nn.Conv1d(2, 4, 1)), rows(1e2), ""),
-    "linear without bias": (lambda: overflowing(nn.Linear(4, 4, bias=False)), rows(1e2), ""),
-    "layer norm": (lambda: normless(nn.LayerNorm, 4), rows(1.0), ""),
-    "group norm": (lambda: normless(nn.GroupNorm, 2, 4), rows(1.0), ""),
-    "rms norm": (lambda: normless(nn.RMSNorm, 4), rows(0.0), ""),
-    "batch norm": (negative_variance, rows(1.0), ""),
-    "attention": (Attending, rows(1.0), "attention"),
+    "fully masked softmax": (alone(masked_softmax), full_of(1.0), "softmax"),
+    "mask of -inf added": (alone(added_mask), full_of(1.0), "softmax"),
+    "custom function": (alone(lambda x: Doubled.apply(x, "forward")), full_of(1.0), "div"),
+    "linear": (lambda: overflowing(nn.Linear(4, 4)), full_of(1e2), ""),
+    "convolution": (lambda: overflowing(nn.Conv1d(2, 4, 1)), full_of(1e2), ""),
+    "linear without bias": (lambda: overflowing(nn.Linear(4, 4, bias=False)), full_of(1e2), ""),
+    "layer norm": (lambda: normless(nn.LayerNorm, 4), full_of(1.0), ""),
+    "group norm": (lambda: normless(nn.GroupNorm, 2, 4), full_of(1.0), ""),
+    "rms norm": (lambda: normless(nn.RMSNorm, 4), full_of(0.0), ""),
+    "batch norm": (negative_variance, full_of(1.0), ""),
+    "attention": (AttendsToPadding, full_of(1.0), "attention"),
 }  # fmt: skip
 ONLY = {"matrix product": "fp16", "einsum": "fp16"}  # where the numbers overflow just there
 CASES = [
@@ -223,7 +223,7 @@ def root_of_squares(x):
 BACKWARD = {
     "square root at zero": (torch.sqrt, mostly(0.0), "sqrt"),
     "power at zero": (lambda x: x**0.5, mostly(0.0), "pow"),
-    "norm by hand at zero": (root_of_squares, rows(0.0), "sqrt"),
+    "norm by hand at zero": (root_of_squares, full_of(0.0), "sqrt"),
     "masked square root": (
         lambda x: torch.where(x > 0, x.sqrt(), torch.zeros_like(x)), mostly(0.0), "sqrt",
     ),
@@ -239,7 +239,7 @@ BACKWARD = {
     "arc cosine at one": (torch.acos, mostly(1.0, 0.5), "acos"),
     "arc sine at one": (torch.asin, mostly(1.0, 0.5), "asin"),
     "in-place square root": (lambda x: (x * 1).sqrt_(), mostly(0.0), "sqrt_"),
-    "custom function": (lambda x: Doubled.apply(x, "backward"), rows(1.0), ""),
+    "custom function": (lambda x: Doubled.apply(x, "backward"), full_of(1.0), ""),
     "log of a softmax that is masked": (
         lambda x: torch.where(
             torch.eye(2, 4) > 0, x.softmax(-1).log(), torch.zeros_like(x)
@@ -499,7 +499,7 @@ def test_a_parameter_that_the_loss_uses_is_told_from_the_model_once_every_module
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
 @pytest.mark.parametrize("name", ["before.weight", "before.bias", "faulty.gain", "after.bias"])
 def test_a_parameter_that_was_bad_before_is_named(name, value, dtype):
-    model = host(alone(lambda x: x + 1), rows(1.0), DTYPES[dtype])
+    model = host(alone(lambda x: x + 1), full_of(1.0), DTYPES[dtype])
     model.get_parameter(name).data.view(-1)[0] = value
     fault = fault_of(model, torch.ones(2, 4, dtype=DTYPES[dtype]))
     assert (fault.kind, fault.place) == ("parameter", name)
@@ -628,7 +628,7 @@ def test_parts_of_a_nested_tensor_that_is_bad_may_be_written_to():
     assert fault_of(Giving(scaled), torch.ones(3, 4)).place == "/div"
 
 
-def by_numpy(x):
+def log_by_numpy(x):
     x.numpy()[0, 1] = math.nan
 
 
@@ -636,7 +636,7 @@ def by_vmap(x):
     torch.vmap(lambda row: row.sub_(row))(x)
 
 
-@pytest.mark.parametrize("write", [by_numpy, by_vmap])
+@pytest.mark.parametrize("write", [log_by_numpy, by_vmap])
 def test_a_nan_that_torch_does_not_show_beside_infinities_that_are_meant_is_told(write):
     def masked(x):
         x = x.masked_fill(x > 1, -INF)
@@ -693,7 +693,7 @@ def test_what_is_masked_away_is_not_accused_beside_what_is_not():
     assert (fault.place, fault.others) == ("bad/rsqrt", [])
 
 
-class Between(nn.Module):
+class FunctionAfterLayers(nn.Module):
     """A layer, and then a function of what it made, in the same forward."""
 
     def __init__(self, function):
@@ -706,7 +706,7 @@ class Between(nn.Module):
 
 @pytest.mark.parametrize("careful", [False, True])
 def test_a_bad_parameter_is_told_though_only_gradients_show_it(careful):
-    model = Between(torch.sigmoid)  # 1 at infinity, where its slope is 0
+    model = FunctionAfterLayers(torch.sigmoid)  # 1 at infinity, where its slope is 0
     nn.init.constant_(model.layer.weight, INF)
     fault = fault_of(model, torch.ones(2, 4), backward=True, careful=careful)
     assert (fault.kind, fault.place, fault.others) == ("parameter", "layer.weight", [])
@@ -716,7 +716,7 @@ def test_a_bad_parameter_is_told_though_only_gradients_show_it(careful):
 
 @pytest.mark.parametrize("careful", [False, True])
 def test_a_bad_parameter_of_a_module_is_not_blamed_on_the_forward_around_it(careful):
-    model = Between(lambda h: (h @ h.T).softmax(-1))
+    model = FunctionAfterLayers(lambda h: (h @ h.T).softmax(-1))
     nn.init.constant_(model.layer.weight, math.nan)
     fault = fault_of(model, torch.ones(2, 4), backward=True, careful=careful)
     assert (fault.kind, fault.place) == ("parameter", "layer.weight")
@@ -763,7 +763,7 @@ def test_infinities_that_were_masked_away_are_not_blamed_for_a_backward_that_is_
 
 
 def test_an_infinity_that_only_gradients_show_is_told_as_what_made_it():
-    model = Between(lambda h: torch.sigmoid((1e9 * (h * h + 1)).exp() * h))
+    model = FunctionAfterLayers(lambda h: torch.sigmoid((1e9 * (h * h + 1)).exp() * h))
     fault = fault_of(model, torch.ones(2, 4), backward=True)
     assert (fault.kind, fault.place, fault.backward) == ("operation", "/exp", False)
     assert fault.others == []

@@ -28,7 +28,7 @@ pytestmark = [
 # -- healthy models are never accused -------------------------------------------------------------
 
 
-def transformer():
+def torch_encoder():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
@@ -80,7 +80,7 @@ class Embedded(nn.Module):
         return self.out(self.lstm(self.embed(ids))[0])
 
 
-def nested(x, layout=torch.strided):
+def as_nested(x, layout=torch.strided):
     return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=layout)
 
 
@@ -98,16 +98,16 @@ class Mended(nn.Module):
 
 
 HEALTHY = {
-    "causal transformer": (transformer, lambda: ((torch.randn(2, 5, 8),), {"mask": causal(5)})),
+    "causal transformer": (torch_encoder, lambda: ((torch.randn(2, 5, 8),), {"mask": causal(5)})),
     "padded transformer": (
-        transformer,
+        torch_encoder,
         lambda: (
             (torch.randn(2, 5, 8),),
             {"src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])},
         ),
     ),
     "nested output": (
-        lambda: Giving(lambda x: nested(x) * 2), lambda: ((torch.randn(3, 8),), {}),
+        lambda: Giving(lambda x: as_nested(x) * 2), lambda: ((torch.randn(3, 8),), {}),
     ),
     "mask in a buffer": (MaskedInside, lambda: ((torch.randn(2, 5, 8),), {})),
     "mask filled in": (
@@ -221,7 +221,7 @@ def training(model, guard, x, steps=3):
 @pytest.mark.parametrize("options", [{"careful": False}, {"careful": True}])
 @pytest.mark.parametrize(
     ("make", "x"),
-    [(convolutions, torch.randn(4, 1, 6, 6)), (transformer, torch.randn(2, 5, 8))],
+    [(convolutions, torch.randn(4, 1, 6, 6)), (torch_encoder, torch.randn(2, 5, 8))],
 )
 def test_a_guarded_training_is_bit_for_bit_the_bare_one(make, x, options):
     torch.manual_seed(0)
@@ -533,7 +533,7 @@ def test_what_a_checkpoint_recomputes_outside_of_modules_is_not_blamed_on_them(r
     assert fault.node == ("CheckpointFunctionBackward" if unseen else "SqrtBackward0")
 
 
-class Again(nn.Module):
+class OlderCheckpoint(nn.Module):
     """Runs what is in it under a checkpoint of the older kind."""
 
     def __init__(self, inner):
@@ -544,7 +544,7 @@ class Again(nn.Module):
         return checkpoint(lambda y: self.inner(y * 1.0) * 1.0, x, use_reentrant=True)
 
 
-def rooted(x):
+def bad_root(x):
     """Bad in the backward only, and for large values only."""
     return x + torch.where(x > 0, (x * 0).sqrt(), 0 * x) if x.abs().max() > 50 else x * 1.0
 
@@ -552,8 +552,10 @@ def rooted(x):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # torch's own
 @pytest.mark.parametrize("nested", [False, True])
 def test_operations_inside_of_an_older_checkpoint_are_named_and_replayed(nested, tmp_path):
-    inner = nn.Sequential(nn.Linear(3, 3), Giving(rooted))
-    model = nn.Sequential(nn.Linear(3, 3), Again(Again(inner) if nested else inner))
+    inner = nn.Sequential(nn.Linear(3, 3), Giving(bad_root))
+    model = nn.Sequential(
+        nn.Linear(3, 3), OlderCheckpoint(OlderCheckpoint(inner) if nested else inner)
+    )
     fault = fault_in(lambda: model(1e3 * torch.ones(2, 3)).sum().backward(), model, to=tmp_path)
     assert fault.place == ("1.inner.inner.1/sqrt" if nested else "1.inner.1/sqrt")
     assert (fault.node, fault.others) == ("SqrtBackward0", [])
@@ -564,7 +566,7 @@ def test_operations_inside_of_an_older_checkpoint_are_named_and_replayed(nested,
 
 @pytest.mark.parametrize("careful", [False, True])
 def test_a_bad_gradient_that_flows_into_an_older_checkpoint_is_not_blamed_on_it(careful):
-    model = nn.Sequential(Again(nn.Linear(3, 3)), Giving(rooted))
+    model = nn.Sequential(OlderCheckpoint(nn.Linear(3, 3)), Giving(bad_root))
     x = 1e3 * torch.ones(2, 3, requires_grad=True)
     fault = fault_in(lambda: model(x).sum().backward(), model, careful=careful)
     assert (fault.path, fault.node, fault.others) == ("1", "SqrtBackward0", [])
@@ -573,14 +575,16 @@ def test_a_bad_gradient_that_flows_into_an_older_checkpoint_is_not_blamed_on_it(
 @pytest.mark.parametrize("careful", [False, True])
 @pytest.mark.parametrize("sizes", [(1e3, 1.0), (1.0, 1e3)])
 def test_of_several_calls_with_older_checkpoints_the_module_is_named(sizes, careful):
-    model = nn.Sequential(nn.Linear(3, 3), Again(nn.Sequential(Giving(rooted), nn.Linear(3, 3))))
+    model = nn.Sequential(
+        nn.Linear(3, 3), OlderCheckpoint(nn.Sequential(Giving(bad_root), nn.Linear(3, 3)))
+    )
     calls = [size * torch.ones(2, 3) for size in sizes]
     fault = fault_in(lambda: sum(model(x).sum() for x in calls).backward(), model, careful=careful)
     assert (fault.path, fault.node) == ("1.inner.0", "SqrtBackward0")
 
 
 @pytest.mark.parametrize("careful", [False, True])
-@pytest.mark.parametrize("around", [nn.Identity, Again])
+@pytest.mark.parametrize("around", [nn.Identity, OlderCheckpoint])
 def test_a_nan_that_attention_hides_from_the_output_is_told_as_what_made_it(around, careful):
     def logarithm(q):
         return q + F.pad((q[..., :1, :1] * 0 - 1).log(), (0, 3, 0, 3))
@@ -596,11 +600,13 @@ def test_a_nan_that_attention_hides_from_the_output_is_told_as_what_made_it(arou
             return h.transpose(1, 2).flatten(-2)
 
     inner = Attention()
-    model = nn.Sequential(nn.Linear(8, 8), Again(inner) if around is Again else inner)
+    model = nn.Sequential(
+        nn.Linear(8, 8), OlderCheckpoint(inner) if around is OlderCheckpoint else inner
+    )
     x = torch.randn(2, 4, 8)
     assert model(x).isfinite().all()  # else this shows nothing
     fault = fault_in(lambda: model(x).sum().backward(), model, careful=careful)
-    assert fault.path == ("1.inner.query" if around is Again else "1.query")
+    assert fault.path == ("1.inner.query" if around is OlderCheckpoint else "1.query")
     assert (fault.backward, fault.operation) == (False, "" if careful else "log")
 
 
@@ -758,7 +764,7 @@ CAREFUL = {
 }  # fmt: skip
 
 
-class Between(nn.Module):
+class DividesBetween(nn.Module):
     """Makes the bad number between two children."""
 
     def __init__(self):
@@ -776,7 +782,7 @@ def test_where_modules_are_checked_the_innermost_producer_is_named():
             nn.init.zeros_(model[0].bias)
         fault = fault_in(lambda: model(x), model, careful=True)  # noqa: B023
         assert (fault.kind, fault.place) == ("module", place)
-    model = nn.Sequential(Between(), nn.Identity())
+    model = nn.Sequential(DividesBetween(), nn.Identity())
     fault = fault_in(lambda: model(torch.ones(3)), model, careful=True)
     assert (fault.kind, fault.place) == ("module", "0")
 
@@ -927,7 +933,9 @@ def test_gradients_that_only_the_scale_makes_infinite_are_left_to_the_scaler():
 
 @pytest.mark.parametrize("careful", [False, True])
 def test_a_backward_with_others_inside_of_it_is_skipped_once(careful):
-    model = nn.Sequential(nn.Linear(3, 3), Again(nn.Linear(3, 3)), Again(nn.Linear(3, 3)))
+    model = nn.Sequential(
+        nn.Linear(3, 3), OlderCheckpoint(nn.Linear(3, 3)), OlderCheckpoint(nn.Linear(3, 3))
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
     with guarded(model, scaler=scaler, careful=careful) as guard:
         for _ in range(3):
@@ -1153,8 +1161,8 @@ def test_a_transformer_that_computes_with_nested_tensors_is_not_accused(careful)
 @pytest.mark.parametrize(
     "made",
     [
-        lambda x: nested(x / 0),
-        lambda x: nested(x / 0, torch.jagged),
+        lambda x: as_nested(x / 0),
+        lambda x: as_nested(x / 0, torch.jagged),
         lambda x: (x / 0).to_sparse(),
         lambda x: (x / 0).to_sparse_csr(),
         lambda x: (x / 0).to_sparse_csc(),
@@ -1171,7 +1179,7 @@ def test_bad_numbers_in_nested_and_sparse_tensors_are_seen(made, careful):
 
 
 def test_bad_numbers_beside_a_part_of_a_nested_tensor_are_not_its_own():
-    model = Giving(lambda x: nested(x.log()).chunk(2, -1)[1])
+    model = Giving(lambda x: as_nested(x.log()).chunk(2, -1)[1])
     with guarded(model):
         model(torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]]))
 

@@ -50,7 +50,7 @@ def positions(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
         yield from positions(content[key], (*path, key))
 
 
-def changed(content: Any, path: tuple[Any, ...], *new: Any) -> Any:
+def with_change_at(content: Any, path: tuple[Any, ...], *new: Any) -> Any:
     """A JSON value with something else at a position, or nothing."""
     if not path:
         return new[0] if new else None
@@ -58,7 +58,7 @@ def changed(content: Any, path: tuple[Any, ...], *new: Any) -> Any:
     if len(path) == 1 and not new:
         del content[path[0]]
     else:
-        content[path[0]] = changed(content[path[0]], path[1:], *new)
+        content[path[0]] = with_change_at(content[path[0]], path[1:], *new)
     return content
 
 
@@ -67,8 +67,8 @@ def json_changes(content: Any) -> Iterator[str]:
     values = itertools.cycle(VALUES)
     for path in positions(content):
         for value in itertools.islice(values, EACH):
-            yield json.dumps(changed(content, path, value))
-        yield json.dumps(changed(content, path))
+            yield json.dumps(with_change_at(content, path, value))
+        yield json.dumps(with_change_at(content, path))
     text = json.dumps(content)
     yield text.replace("{", '{"format": 1, ', 1)  # a key that stands there twice
     yield "[" * 100_000
@@ -114,10 +114,12 @@ def tensor_changes(folder: Path, kind: str) -> Iterator[None]:
     kinds = ["F64", "F4", "U8", "BOOL", "C64", "X", 3]
     texts = [json.dumps(header).replace(next(iter(header)), "other\\n\\u001b")]
     for name in header:
-        texts += [json.dumps(changed(header, (name, "shape"), s)) for s in sizes]
-        texts += [json.dumps(changed(header, (name, "dtype"), k)) for k in kinds]
-        texts += [json.dumps(changed(header, (name, "data_offsets"), [0, n])) for n in (1, HUGE)]
-        texts.append(json.dumps(changed(header, (name,))))
+        texts += [json.dumps(with_change_at(header, (name, "shape"), s)) for s in sizes]
+        texts += [json.dumps(with_change_at(header, (name, "dtype"), k)) for k in kinds]
+        texts += [
+            json.dumps(with_change_at(header, (name, "data_offsets"), [0, n])) for n in (1, HUGE)
+        ]
+        texts.append(json.dumps(with_change_at(header, (name,))))
     written = [struct.pack("<Q", len(t)) + t.encode() + whole[8 + size :] for t in texts]
     written += [struct.pack("<Q", n) + whole[8:] for n in (0, 2**40, 2**64 - 1)]
     for data in written:
@@ -225,7 +227,7 @@ def test_a_module_of_another_size_than_its_state_is_never_made(name, tmp_path):
     content = json.loads(path.read_text())
     for size in SIZES[name]:
         options = content["module"]["constructor"] | {name: size}
-        path.write_text(json.dumps(changed(content, ("module", "constructor"), options)))
+        path.write_text(json.dumps(with_change_at(content, ("module", "constructor"), options)))
         with pytest.raises(hl.ReplayError, match="cannot be made of what was written"):
             hl.replay(folder)
 
@@ -240,7 +242,9 @@ def test_a_module_of_more_layers_than_its_state_is_never_made(tmp_path):
     folder = caught.value.fault.folder
     path = folder / "guard.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(changed(content, ("module", "constructor", "num_layers"), 10**12)))
+    path.write_text(
+        json.dumps(with_change_at(content, ("module", "constructor", "num_layers"), 10**12))
+    )
     with pytest.raises(hl.ReplayError, match="num_layers"):
         hl.replay(folder)
 
@@ -265,7 +269,7 @@ def test_names_in_a_dump_do_not_steer_a_terminal(tmp_path):
     folder = dump_of(rooted(), tmp_path, backward=True)
     path = folder / "guard.json"
     content = json.loads(path.read_text().replace('"x"', '"\\u001b[31mx"'))
-    path.write_text(json.dumps(changed(content, ("module", "positional"), 0)))
+    path.write_text(json.dumps(with_change_at(content, ("module", "positional"), 0)))
     model = rooted()
     model[1].forward = lambda **inputs: (inputs["\x1b[31mx"] * 0).sqrt()
     found = hl.replay(folder, model)

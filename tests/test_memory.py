@@ -48,7 +48,7 @@ def growth(run, rounds=40, warm=5):
     return resident() - before
 
 
-def wide():
+def megabyte_model():
     """A model whose first activations take 1 MB each for an input of 256 rows."""
     return nn.Sequential(
         nn.Linear(8, 1024), nn.ReLU(inplace=True), nn.Linear(1024, 8), nn.Identity()
@@ -75,7 +75,7 @@ def tensors_alive():
     ids=["outputs", "inputs", "gradients"],
 )
 def test_memory_stays_flat_over_many_captures(places, detach, ends):
-    model = wide()
+    model = megabyte_model()
     x = torch.randn(256, 8)
 
     def run():
@@ -93,7 +93,7 @@ def test_memory_stays_flat_over_many_captures(places, detach, ends):
 
 
 def test_memory_stays_flat_over_many_captures_of_gradients_that_have_a_graph():
-    model = wide()
+    model = megabyte_model()
     model[1] = nn.Tanh()
     x = torch.randn(256, 8, requires_grad=True)
 
@@ -122,7 +122,7 @@ def test_memory_stays_flat_over_many_captures_of_gradients_that_have_a_graph():
 )
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "exception"])
 def test_memory_stays_flat_over_many_other_contexts(make, fails):
-    model = wide()
+    model = megabyte_model()
     x = torch.randn(256, 8)
 
     def run():
@@ -376,7 +376,7 @@ def test_a_record_of_many_calls_holds_one_value_a_call_and_no_more():
 
 @pytest.mark.parametrize("port", ["", ":grad_output", ":grad_input"])
 def test_a_record_that_was_read_is_freed_at_once(port):
-    model = wide()
+    model = megabyte_model()
 
     def run():
         with hl.capture(model, f"**{port}") as record:

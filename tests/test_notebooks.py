@@ -270,7 +270,7 @@ class Sum(nn.Module):
         return sum(values)
 
 
-def shown():
+def hostile_objects():
     """Every object that has a representation, with hostile names in it."""
     model, x = hostile(), torch.randn(3, 4)
     with hl.capture(model, "*") as record:
@@ -288,7 +288,7 @@ def shown():
 
 @pytest.mark.parametrize("number", range(9))
 def test_names_are_escaped_and_no_script_runs(number):
-    subject = shown()[number]
+    subject = hostile_objects()[number]
     text = subject._repr_html_()
     page = Page(text)
     assert "script" not in page.tags

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 import hookline as hl
 
 
-class Tied(nn.Module):
+class TiedLayers(nn.Module):
     """Two layers that share one weight."""
 
     def __init__(self):
@@ -212,7 +212,7 @@ def test_globs_lists_and_mappings_name_several():
 
 
 def test_a_shared_parameter_is_edited_once_under_any_of_its_names():
-    model = Tied()
+    model = TiedLayers()
     before = state_bits(model)
     for where in (
         "encode.weight",
@@ -419,7 +419,7 @@ def test_an_edit_entered_in_inference_mode_can_be_trained_outside_it():
 # -- gradients through edited weights -----------------------------------------------------------
 
 
-class Attention(nn.Module):
+class AttentionOutput(nn.Module):
     def __init__(self):
         super().__init__()
         self.mha = nn.MultiheadAttention(4, 2, batch_first=True)
@@ -428,7 +428,7 @@ class Attention(nn.Module):
         return self.mha(x, x, x, need_weights=False)[0]
 
 
-class Recurrent(nn.Module):
+class RecurrentOutput(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.rnn = kind(4, 4)
@@ -448,9 +448,9 @@ LAYERS = {
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), (3, 4, 5)),
     "BatchNorm": (lambda: nn.BatchNorm1d(4), (6, 4)),
     "PReLU": (lambda: nn.PReLU(4), (3, 4)),
-    "LSTM": (lambda: Recurrent(nn.LSTM), (3, 2, 4)),
-    "GRU": (lambda: Recurrent(nn.GRU), (3, 2, 4)),
-    "MHA": (Attention, (2, 3, 4)),
+    "LSTM": (lambda: RecurrentOutput(nn.LSTM), (3, 2, 4)),
+    "GRU": (lambda: RecurrentOutput(nn.GRU), (3, 2, 4)),
+    "MHA": (AttentionOutput, (2, 3, 4)),
 }
 
 
@@ -521,7 +521,7 @@ def test_backward_is_right_for_an_embedding():
 
 
 def test_a_tied_weight_gets_the_gradient_of_both_uses():
-    model = Tied()
+    model = TiedLayers()
     reference = copy.deepcopy(model)
     with torch.no_grad():
         reference.encode.weight.mul_(2)
@@ -1056,7 +1056,7 @@ def test_preserve_refuses_what_it_would_not_put_back():
 
 
 def test_preserve_keeps_sharing():
-    model = Tied()
+    model = TiedLayers()
     before = state_bits(model)
     with hl.preserve(model):
         model.decode.weight = nn.Parameter(torch.zeros(3, 3))

@@ -34,7 +34,7 @@ def run_in(mode):
     return lambda function, x: make(Wrapped(function))(x)
 
 
-def plain(function, x):
+def without_checkpoint(function, x):
     return function(x)
 
 
@@ -81,7 +81,7 @@ def test_what_an_edit_makes_of_a_call_is_repeated_in_its_recomputation(make, reg
             region(model, run)(x).square().sum().backward()
         return x.grad
 
-    expected = gradient(plain)
+    expected = gradient(without_checkpoint)
     torch.testing.assert_close(gradient(run_in(mode)), expected)
     assert_clean(model)
 
@@ -105,7 +105,7 @@ def test_an_edit_may_end_before_the_backward_if_nothing_is_checkpointed_or_kept(
     model = nn.Linear(3, 3)
     x = X.clone().requires_grad_()
     with make(model):
-        REGIONS["no region"](model, plain)(x)
+        REGIONS["no region"](model, without_checkpoint)(x)
     with make(model), torch.no_grad():
         REGIONS["one call a region"](model, run_in(mode))(x)
     with make(model):
@@ -178,7 +178,7 @@ def test_every_call_is_captured_once_and_as_it_was(region, mode):
         out = region(model, run_in(mode))(x)
         out.square().sum().backward()
     with hl.capture(model, "", ":input", detach=True) as bare:
-        expected = region(model, plain)(X)
+        expected = region(model, without_checkpoint)(X)
     torch.testing.assert_close(out, expected)
     for place in ("", ":input"):
         assert len(record.calls(place)) == len(bare.calls(place))
@@ -199,7 +199,7 @@ def test_gradients_are_those_without_checkpointing_or_refused(region, mode, port
             region(model, run)(x).square().sum().backward()
         return record.calls(f":{port}")
 
-    expected = grads(plain)
+    expected = grads(without_checkpoint)
     with contextlib.suppress(hl.errors.GradientNotAvailable):
         found = grads(run_in(mode))
         assert len(found) == len(expected)
@@ -234,7 +234,7 @@ def test_a_second_backward_through_the_same_graph_repeats_the_edit(mode):
             loss.backward()
         return x.grad
 
-    torch.testing.assert_close(grads(run_in(mode)), grads(plain))
+    torch.testing.assert_close(grads(run_in(mode)), grads(without_checkpoint))
 
 
 @pytest.mark.parametrize("mode", MODES[:2], ids=["reentrant", "non-reentrant"])

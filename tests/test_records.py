@@ -34,7 +34,7 @@ def with_hooks(model, paths, x):
     return seen
 
 
-class Pair(nn.Module):
+class ReturnsPair(nn.Module):
     def forward(self, x):
         return x * 1, x * 3
 
@@ -45,7 +45,7 @@ class ChangesItsPair(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 3)
-        self.pair = Pair()
+        self.pair = ReturnsPair()
 
     def forward(self, x):
         p, q = self.pair(self.first(x))
@@ -1186,7 +1186,7 @@ class Half(nn.Module):
         return value + self.x
 
 
-class Mixed(nn.Module):
+class ModuleAndBuffer(nn.Module):
     """`**.x` is a module here and a buffer there."""
 
     def __init__(self):
@@ -1199,7 +1199,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("where", ["**.x", "{x,other.x}", "{other.x,x}"])
 def test_a_glob_that_matches_modules_and_buffers_gives_each_its_own_value(where):
-    model, x = Mixed(), torch.ones(1, 2)
+    model, x = ModuleAndBuffer(), torch.ones(1, 2)
     with hl.capture(model, where) as record:
         model(x)
     assert torch.equal(record["other.x"], torch.tensor([7.0]))
@@ -1403,7 +1403,7 @@ class Splitting(nn.Module):
         return {"first": self.line(x)} | ({"rest": x * 2} if self.calls % 3 else {})
 
 
-class Often(nn.Module):
+class SplitsAndJoins(nn.Module):
     def __init__(self):
         super().__init__()
         self.split, self.last = Splitting(), nn.Sequential(nn.Linear(2, 2))
@@ -1440,7 +1440,7 @@ OFTEN = {
 
 def _often(where, options, count):
     """The work of reading one call of many, and that of reading all."""
-    model, found = Often(), {}
+    model, found = SplitsAndJoins(), {}
     place = where[0] if isinstance(where, list) else where
     with hl.capture(model, *([where] if isinstance(where, str) else where), **options) as record:
         for n in range(count):

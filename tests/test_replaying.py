@@ -11,6 +11,7 @@ import pytest
 import torch
 from faults import INF, fault_of
 from models import Giving
+from oracles import rewrite_json
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -192,7 +193,7 @@ def test_buffers_that_a_call_puts_others_in_place_of_are_written_as_they_were(
     assert model[0].seen.sum() == 3
 
 
-class Several(nn.Module):
+class ReturnsSeveral(nn.Module):
     """Returns several values, of which one is bad, or what is made of a bad one."""
 
     def __init__(self, inside):
@@ -211,7 +212,7 @@ class Several(nn.Module):
 def test_where_every_module_is_checked_one_that_returns_several_values_is_replayed(
     inside, tmp_path
 ):
-    model = Several(inside)
+    model = ReturnsSeveral(inside)
     fault = fault_of(model, torch.randn(2, 3, 4), to=tmp_path, careful=True)
     assert fault.place == ("" if inside else "attention")
     replayed = hl.replay(fault.folder, model)
@@ -342,13 +343,6 @@ def written(tmp_path):
     return fault.folder
 
 
-def rewritten(folder, change):
-    path = folder / "guard.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 HOSTILE = {
     "no fault": lambda c: c.pop("fault"),
     "fault of another kind": lambda c: c.update(fault=3),
@@ -372,7 +366,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_is_refused(case, written):
-    rewritten(written, HOSTILE[case])
+    rewrite_json(written / "guard.json", HOSTILE[case])
     state = torch.get_rng_state()
     with pytest.raises(hl.ReplayError):
         hl.replay(written)
@@ -396,7 +390,7 @@ def test_a_hostile_file_is_refused(case, written):
     ],
 )
 def test_a_hostile_module_is_refused(change, written):
-    rewritten(written, change)
+    rewrite_json(written / "guard.json", change)
     model = nn.Sequential(nn.Linear(4, 4), Giving(torch.log))
     modes = [module.training for module in model.modules()]
     with pytest.raises(hl.ReplayError):
@@ -412,7 +406,7 @@ def test_a_class_of_the_file_is_never_imported(written, tmp_path, monkeypatch):
         content["operation"] = None
         content["module"].update({"class": "evil_module.Linear", "constructor": {}})
 
-    rewritten(written, change)
+    rewrite_json(written / "guard.json", change)
     with pytest.raises(hl.ReplayError):
         hl.replay(written)
     assert "evil_module" not in sys.modules

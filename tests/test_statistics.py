@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Giving, Swallowing, small
-from oracles import assert_clean, assert_same_state, rows_by_hand, state_bits
+from oracles import Killed, assert_clean, assert_same_state, rows_by_hand, state_bits
 from safetensors import SafetensorError
 from torch import nn
 
@@ -71,7 +71,7 @@ def top_of(values, ids, positions, k, largest):
     )
 
 
-def oracle(kind, x, kept):
+def by_numpy(kind, x, kept):
     """The result by numpy: x is samples × positions × channels, kept is samples × positions."""
     if kind.dim is None:
         where = np.argwhere(np.broadcast_to(kept[..., None], x.shape))
@@ -111,7 +111,7 @@ def oracle(kind, x, kept):
 
 
 @st.composite
-def batches(draw):
+def masked_batches(draw):
     """Samples × positions × channels with many equal values, a mask, and how it is split."""
     samples, positions = draw(st.integers(2, 9)), draw(st.integers(1, 5))
     channels = draw(st.integers(2, 4))
@@ -130,7 +130,7 @@ def batches(draw):
 @pytest.mark.parametrize("chunk", [1, 2**20])
 @pytest.mark.parametrize("kind", [*KINDS.values(), *OVERALL.values()], ids=repr)
 @settings(max_examples=12, deadline=None)
-@given(batches())
+@given(masked_batches())
 def test_batches_and_merges_give_what_numpy_gives_on_the_whole(kind, chunk, made):
     x, kept, cuts = made
     ids = np.arange(len(x))
@@ -147,7 +147,7 @@ def test_batches_and_merges_give_what_numpy_gives_on_the_whole(kind, chunk, made
             merged.merge(part)
     finally:
         accumulation._CHUNK = before
-    expected = oracle(kind, x, kept)
+    expected = by_numpy(kind, x, kept)
     if isinstance(kind, hl.TopK) and len(expected[0]) == 0:
         return
     assert_close(one.result, expected, check_dtype=False)
@@ -165,7 +165,7 @@ def test_other_dtypes_are_measured_in_float64(dtype):
     kept = np.ones((6, 4), dtype=bool)
     for kind in KINDS.values():
         own = kind.fresh().update(x).result
-        assert_close(own, oracle(kind, wide, kept), check_dtype=False)
+        assert_close(own, by_numpy(kind, wide, kept), check_dtype=False)
 
 
 def test_sums_stay_exact_far_from_zero_and_over_many_batches():
@@ -444,12 +444,6 @@ def test_a_state_made_in_inference_mode_goes_on_outside(tmp_path):
 # -- measure --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return small()
-
-
 def test_measure_over_data_gives_what_a_hand_written_hook_gives(model):
     data = list(torch.randn(20, 3).split(6))
     found = hl.measure(model, nn.Linear, statistics=[hl.Mean(), hl.Covariance()], data=data)
@@ -689,7 +683,7 @@ def test_top_samples_have_the_ids_of_the_batch(model):
     assert torch.equal(found["2"]["topk"].ids, names[order[:2]])
 
 
-class Twice(nn.Module):
+class TwiceOrNever(nn.Module):
     """Calls one module twice for a batch, or not at all."""
 
     def __init__(self):
@@ -703,7 +697,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("dim", [-1, None])
 def test_top_samples_have_their_numbers_where_a_module_is_called_twice_or_not_at_all(dim):
     data = torch.randn(30, 3).split(5)
-    model = Twice()
+    model = TwiceOrNever()
     found = hl.measure(model, "act", statistics=[hl.TopK(dim=dim, k=4)], data=data)["act"]["topk"]
     seen = []
     handle = model.act.register_forward_hook(lambda *call: seen[-1].append(call[-1]))
@@ -878,7 +872,7 @@ def test_a_place_that_did_not_fire_is_warned_of_after_the_first_batch_and_nothin
 # The end of a forward that nobody needs
 
 
-def counted(module):
+def calls_of(module):
     """A list that grows with each call of a module."""
     calls = []
     module.register_forward_hook(lambda *_: calls.append(1))
@@ -890,7 +884,7 @@ BATCHES = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).split(8
 
 def test_measure_over_data_ends_each_forward_after_the_last_place():
     model = small().eval()
-    calls = counted(model[2])
+    calls = calls_of(model[2])
     places = ["0", "0.weight", "1:input"]
     found = hl.measure(model, places, statistics=[hl.Mean()], data=BATCHES)
     assert len(calls) == 1  # the first batch runs through, to see that each place has one call
@@ -929,7 +923,7 @@ def test_measure_with_a_mask_that_is_named_ends_forwards_early_too():
             return self.second(self.first(x))
 
     model = Masked().double()
-    calls = counted(model.second)
+    calls = calls_of(model.second)
     batches = [{"x": x.double()[:, None], "mask": (x[:, :1] > 0).long()} for x in BATCHES]
     found = hl.measure(model, "first", statistics=[hl.Mean()], data=batches, mask="mask")
     assert len(calls) == 1
@@ -939,7 +933,7 @@ def test_measure_with_a_mask_that_is_named_ends_forwards_early_too():
     assert_close(found["first"]["mean"], expected)
 
 
-class Again(nn.Module):
+class RepeatsFirst(nn.Module):
     """Calls its first layer as often as it is told, then its second."""
 
     def __init__(self, calls=2):
@@ -953,15 +947,15 @@ class Again(nn.Module):
 
 
 def test_measure_runs_forwards_to_their_end_where_a_place_has_several_calls():
-    model = Again()
-    calls = counted(model.second)
+    model = RepeatsFirst()
+    calls = calls_of(model.second)
     found = hl.measure(model, "first", statistics=[hl.Mean()], data=BATCHES)
     assert found.calls == {"first": 2 * len(BATCHES)}
     assert len(calls) == len(BATCHES)
 
 
 def test_a_batch_without_a_call_of_a_place_is_measured_at_the_others():
-    model = Again(calls=1)
+    model = RepeatsFirst(calls=1)
 
     def data():
         yield BATCHES[0]
@@ -983,7 +977,7 @@ class Noisy(nn.Module):
         return x + 0 * self.draw()
 
 
-class Counting(nn.Module):
+class CountsItsCalls(nn.Module):
     """Counts its calls in a buffer."""
 
     def __init__(self):
@@ -1001,7 +995,7 @@ class Counting(nn.Module):
         lambda: nn.BatchNorm1d(4),
         lambda: nn.InstanceNorm1d(8, track_running_stats=True),
         nn.Dropout,
-        Counting,
+        CountsItsCalls,
         lambda: Noisy(np.random.random),
         lambda: Noisy(random.random),
         lambda: Noisy(lambda: torch.rand(())),
@@ -1169,10 +1163,6 @@ def test_measuring_can_be_attached_and_removed(model):
         hl.measure(model, "0", statistics=[hl.Mean()])
 
 
-class Killed(BaseException):
-    pass
-
-
 def dying(function, after):
     """The function, until it was called so often."""
     calls = count()
@@ -1251,7 +1241,7 @@ def test_a_failed_save_spares_tensors_that_only_the_one_before_has(tmp_path, mon
     assert_close(hl.Mean.load(tmp_path).result, mean.result)
 
 
-class Odd(hl.Mean):
+class Unspellable(hl.Mean):
     def spelled(self):
         return {"statistic": object()}
 
@@ -1260,10 +1250,10 @@ def test_what_cannot_be_spelled_leaves_what_was_saved_before(tmp_path):
     x = torch.randn(4, 3)
     hl.Mean().update(x).save(tmp_path)
     with pytest.raises(TypeError):
-        Odd().update(x + 1).save(tmp_path)
+        Unspellable().update(x + 1).save(tmp_path)
     assert_close(hl.Mean.load(tmp_path).result, x.double().mean(0))
     with pytest.raises(TypeError):
-        Odd().update(x).save(tmp_path / "new")
+        Unspellable().update(x).save(tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -1416,7 +1406,7 @@ def _backward(model, x):
     return out, x.grad
 
 
-class Passing(nn.Module):
+class PassesItsInputSeveralTimes(nn.Module):
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
@@ -1437,7 +1427,7 @@ class Passing(nn.Module):
     ],
 )
 def test_measuring_gradients_leaves_the_model_to_compute_what_it_computes(inner, port):
-    model, x = Passing(inner()), torch.randn(3, 5, 4)
+    model, x = PassesItsInputSeveralTimes(inner()), torch.randn(3, 5, 4)
     bare = _backward(model, x)
     with pytest.warns(hl.HooklineWarning, match="one tensor was passed as .*edit") as warned:
         with hl.measure(model, f"inner:{port}", statistics=[hl.Mean()]) as found:

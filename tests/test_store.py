@@ -24,6 +24,7 @@ import torch
 from environment import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracles import Killed
 from safetensors import safe_open
 from torch.utils.data import DataLoader
 
@@ -51,7 +52,7 @@ def random_bits(shape, dtype):
     return torch.randint(0, 256, (*shape, size), dtype=torch.uint8).view(dtype).squeeze(-1)
 
 
-def same(a, b):
+def same_bits(a, b):
     """Same shape, dtype and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -78,9 +79,9 @@ def check_counted(folder, samples):
     assert len(store) == samples
     if samples:
         rows, varying = zip(*map(sample, range(samples)), strict=True)
-        assert same(store["h.3"][:], torch.stack(rows))
+        assert same_bits(store["h.3"][:], torch.stack(rows))
         found = store["h/../v"][:]
-        assert all(same(one, other) for one, other in zip(found, varying, strict=True))
+        assert all(same_bits(one, other) for one, other in zip(found, varying, strict=True))
     if samples:
         assert store.ids == [f"s{k}" for k in range(samples)]
     check_files(folder)
@@ -159,9 +160,11 @@ def test_what_is_appended_is_read_back(data, tmp_path_factory):
         assert store.ids == ids
     for name in names if ids else []:
         assert len(store[name]) == len(ids)
-        assert all(same(a, b) for a, b in zip(store[name], kept[name], strict=True))
+        assert all(same_bits(a, b) for a, b in zip(store[name], kept[name], strict=True))
         some = data.draw(st.slices(len(ids)))
-        assert all(same(a, b) for a, b in zip(store[name][some], kept[name][some], strict=True))
+        assert all(
+            same_bits(a, b) for a, b in zip(store[name][some], kept[name][some], strict=True)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -180,10 +183,10 @@ def test_rows_are_indexed_as_a_tensor_is(dtype, tmp_path):
         ..., (..., 1), (..., 1, slice(None)), (3, ..., 0),
     ):  # fmt: skip
         expected = rows[key] if not isinstance(key, list) or key else rows[:0]
-        assert same(stored[key], expected), key
+        assert same_bits(stored[key], expected), key
     for key in (slice(20, 2, -3), slice(None, None, -1), slice(2, 20, -3)):  # torch has no such
         expected = rows[list(range(23))[key]]
-        assert same(stored[key], expected), key
+        assert same_bits(stored[key], expected), key
     for key in (23, -24, [0, 23], torch.tensor([-24])):
         with pytest.raises(IndexError, match="There are 23"):
             stored[key]
@@ -196,7 +199,7 @@ def test_rows_are_indexed_as_a_tensor_is(dtype, tmp_path):
 def test_rows_that_are_numbers_are_read_one_by_one_by_any_whole_number(key, tmp_path):
     with Store.create(tmp_path) as writer:
         writer.append({"label": torch.arange(6)})
-    assert same(Store.open(tmp_path)["label"][key], torch.tensor(3))
+    assert same_bits(Store.open(tmp_path)["label"][key], torch.tensor(3))
 
 
 def test_lists_beside_lists_are_pairs_of_positions_as_in_a_tensor(tmp_path):
@@ -210,7 +213,7 @@ def test_lists_beside_lists_are_pairs_of_positions_as_in_a_tensor(tmp_path):
         ([[0, 1], [2, 3]], [1, 2]), (every > 2, [0, 1, 2]), ([0, 1], ..., [1, 2]), (3, [0, 1]),
         ([0, 1], None, [0, 1]), (slice(1, 5), [0, 1], [2, 2]), ([0, 1], torch.tensor(2)),
     ):  # fmt: skip
-        assert same(stored[key], rows[key]), key
+        assert same_bits(stored[key], rows[key]), key
 
 
 @pytest.mark.parametrize("dimensions", [32, 33, 60])
@@ -224,7 +227,7 @@ def test_rows_of_many_dimensions_are_read_back_or_refused_when_they_are_written(
                 writer.append({"x": rows})
             rows = rows.flatten(1)
         writer.append({"x": rows})
-    assert same(Store.open(tmp_path)["x"][:], rows)
+    assert same_bits(Store.open(tmp_path)["x"][:], rows)
 
 
 def test_numpy_gets_its_own_dtypes_and_bf16_as_float32(tmp_path):
@@ -254,7 +257,7 @@ def test_the_default_device_does_not_matter(tmp_path):
     for found, expected in zip(
         read, [rows[:0], rows[[0, 1], [2, 0]], rows[:0], rows[:0]], strict=True
     ):
-        assert same(found, expected)
+        assert same_bits(found, expected)
 
 
 def test_what_is_read_is_a_copy(counted):
@@ -262,7 +265,7 @@ def test_what_is_read_is_a_copy(counted):
     store["h.3"][4].zero_()
     store["h.3"][3:6].zero_()
     check_counted(counted, 21)
-    assert same(store["h.3"][4], sample(4)[0])
+    assert same_bits(store["h.3"][4], sample(4)[0])
 
 
 def test_appended_tensors_may_be_strided_attached_or_numpy(tmp_path):
@@ -270,8 +273,8 @@ def test_appended_tensors_may_be_strided_attached_or_numpy(tmp_path):
     with Store.create(tmp_path) as writer:
         writer.append({"t": x.T, "n": x.detach().numpy().T, "c": x.T.to(torch.complex64).conj()})
     store = Store.open(tmp_path)
-    assert same(store["t"][:], x.detach().T)
-    assert same(store["n"][:], x.detach().T)
+    assert same_bits(store["t"][:], x.detach().T)
+    assert same_bits(store["n"][:], x.detach().T)
 
 
 def test_appended_arrays_may_be_reversed_or_of_the_other_byte_order(tmp_path):
@@ -299,15 +302,15 @@ def test_further_indices_apply_to_each_sample_of_varying_length(tmp_path):
     with Store.create(tmp_path) as writer:
         writer.append({"v": samples})
     stored = Store.open(tmp_path)["v"]
-    assert same(stored[2, 1], samples[2][1])
-    assert same(stored[-1, 1:, 0], samples[-1][1:, 0])
+    assert same_bits(stored[2, 1], samples[2][1])
+    assert same_bits(stored[-1, 1:, 0], samples[-1][1:, 0])
     for key, chosen in [
         (slice(1, None), samples[1:]),
         ([2, 0], [samples[2], samples[0]]),
         (torch.tensor([True, False, True]), samples[::2]),
     ]:
         found = stored[key, 0, 1:]
-        assert all(same(a, b[0, 1:]) for a, b in zip(found, chosen, strict=True))
+        assert all(same_bits(a, b[0, 1:]) for a, b in zip(found, chosen, strict=True))
     assert len(stored[()]) == 3
 
 
@@ -382,7 +385,7 @@ def test_a_store_is_pickled_without_its_data(tmp_path):
     before = store["x"][:]
     text = pickle.dumps(store.as_dataset())
     assert len(text) < 5_000
-    assert same(pickle.loads(text)[7]["x"], before[7])
+    assert same_bits(pickle.loads(text)[7]["x"], before[7])
 
 
 def test_a_rank_of_the_launcher_that_is_no_number_is_refused(tmp_path, monkeypatch):
@@ -408,7 +411,7 @@ def test_ranks_write_side_by_side_and_are_read_as_one(tmp_path, monkeypatch):
     assert store["x"][:].tolist() == [step for step, _ in order for _ in range(2)]
     assert store.ids == [i for step, _ in order for i in (step, -step)]
     expected = [row for _, rows in order for row in rows]
-    assert all(same(a, b) for a, b in zip(store["v"], expected, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(store["v"], expected, strict=True))
     assert store["v"].lengths().tolist() == [len(row) for row in expected]
     assert store.info().ranks == (0, 1, 2)
 
@@ -678,10 +681,6 @@ def test_an_unknown_place_is_told_with_those_that_exist(counted):
 
 
 # Crashes and full disks
-
-
-class Killed(BaseException):
-    pass
 
 
 def patch_write_at(monkeypatch, function):
@@ -982,7 +981,7 @@ def test_a_reader_beside_a_living_writer_keeps_the_index_it_could_read(counted, 
 
 
 @pytest.fixture(params=["symbolic", "hard"])
-def shared(request, tmp_path):
+def shared_files(request, tmp_path):
     """A store, and another folder with the same shards; the store then has 10 rows more."""
     store, view = tmp_path / "store", tmp_path / "view"
     with Store.create(store, sync="never") as writer:
@@ -999,14 +998,14 @@ def shared(request, tmp_path):
     return store, view
 
 
-def test_opening_cuts_nothing_off_a_file_that_another_folder_has_too(shared):
-    store, view = shared
+def test_opening_cuts_nothing_off_a_file_that_another_folder_has_too(shared_files):
+    store, view = shared_files
     assert Store.open(view)["x"][:].tolist() == [0] * 10
     assert Store.open(store)["x"][:].tolist() == [0] * 10 + [1] * 10
 
 
-def test_a_writer_takes_a_copy_of_a_file_that_another_folder_has_too(shared):
-    store, view = shared
+def test_a_writer_takes_a_copy_of_a_file_that_another_folder_has_too(shared_files):
+    store, view = shared_files
     with pytest.warns(hl.HooklineWarning, match="dropped 40 B"):
         writer = Store.create(view, resume=True)
     with writer:
@@ -1122,7 +1121,7 @@ def test_an_append_that_fails_leaves_the_mark_as_it_was(tmp_path):
         assert writer.mark == {"batch": 0}
 
 
-def nested(levels):
+def nested_mark(levels):
     mark = {}
     for _ in range(levels):
         mark = {"more": mark}
@@ -1135,7 +1134,7 @@ NO_MARKS = {
     "a tensor": {"loss": torch.zeros(())},
     "a set": {"seen": {1}},
     "a key twice": {1: "a", "1": "b"},
-    "nested too deep": nested(2000),
+    "nested too deep": nested_mark(2000),
     "a list": [1],
     "larger than what is read": {"text": "x" * (17 << 20)},
 }
@@ -1297,35 +1296,35 @@ def test_a_hostile_header_is_refused_without_allocating_what_it_claims(counted, 
     tracemalloc.stop()
 
 
-def change(series=0, **fields):
+def changed_series(series=0, **fields):
     return lambda index: index["series"][series].update(fields)
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
-        change(rows=1 << 61),
-        change(rows=-1),
-        change(rows=20),
-        change(rows=True),
-        change(shape=[1 << 61, 1 << 61]),
-        change(shape=[0]),
-        change(shape="abc"),
-        change(shape=[1] * 1000),
-        change(shard_rows=0),
-        change(shard_rows=7),
-        change(shards=[0]),
-        change(shards=["../../x"] * 3),
-        change(shards=[99999999999] * 3),
-        change(dtype="F64"),
-        change(dtype=["F32"]),
-        change(dtype="os.system"),
-        change(place="../.."),
-        change(place=7),
-        change(part="secret"),
-        change(1, part="rows", place="w"),
-        change(2, dtype="F64"),
-        change(more=1),
+        changed_series(rows=1 << 61),
+        changed_series(rows=-1),
+        changed_series(rows=20),
+        changed_series(rows=True),
+        changed_series(shape=[1 << 61, 1 << 61]),
+        changed_series(shape=[0]),
+        changed_series(shape="abc"),
+        changed_series(shape=[1] * 1000),
+        changed_series(shard_rows=0),
+        changed_series(shard_rows=7),
+        changed_series(shards=[0]),
+        changed_series(shards=["../../x"] * 3),
+        changed_series(shards=[99999999999] * 3),
+        changed_series(dtype="F64"),
+        changed_series(dtype=["F32"]),
+        changed_series(dtype="os.system"),
+        changed_series(place="../.."),
+        changed_series(place=7),
+        changed_series(part="secret"),
+        changed_series(1, part="rows", place="w"),
+        changed_series(2, dtype="F64"),
+        changed_series(more=1),
         lambda index: index.update(samples=1 << 61),
         lambda index: index.update(samples=22),
         lambda index: index.update(rank=1),
@@ -1419,7 +1418,7 @@ def test_a_rank_that_just_begins_is_no_damage(tmp_path, monkeypatch):
 def test_rows_too_large_to_exist_are_refused_also_where_there_are_none(tmp_path):
     with Store.create(tmp_path) as writer:
         writer.append({"x": [torch.zeros(0, 2)]})
-    rewrite_index(tmp_path, change(shape=[1 << 61, 1 << 61]))
+    rewrite_index(tmp_path, changed_series(shape=[1 << 61, 1 << 61]))
     with pytest.raises(StoreError, match="makes no sense"):
         Store.open(tmp_path)
 
@@ -1704,7 +1703,7 @@ def test_a_later_append_is_checked_like_the_first(tmp_path, form, ids):
     store = Store.open(tmp_path)
     expected = torch.ones(6, 3) if form in fits else torch.zeros(2, 3)
     expected[:2] = 0
-    assert same(store["a"][:], expected)
+    assert same_bits(store["a"][:], expected)
     assert store["b"][:].tolist() == [0, 1] * (len(expected) // 2)
 
 
@@ -1735,7 +1734,7 @@ def test_rows_of_odd_strides_are_stored_also_where_the_system_writes_a_part(
         value = bits.as_strided(shape, strides)
         with Store.create(tmp_path / str(n), sync="never", shard_bytes=40) as writer:
             writer.append({"x": value})
-        assert same(Store.open(tmp_path / str(n))["x"][:], value.contiguous())
+        assert same_bits(Store.open(tmp_path / str(n))["x"][:], value.contiguous())
 
 
 @given(

@@ -425,12 +425,12 @@ def enter_once(context):
     context.remove()
 
 
-class Attending(nn.Module):
+class Softmax(nn.Module):
     def forward(self, x):
         return nn.functional.softmax(x, dim=-1)
 
 
-MODEL = nn.Sequential(nn.Linear(2, 2), Attending())
+MODEL = nn.Sequential(nn.Linear(2, 2), Softmax())
 USES = {
     "capture": (lambda: enter_once(hl.capture(MODEL, "0")), {"core"}),
     "hook": (lambda: enter_once(hl.hook(MODEL, "0", nothing)), {"core"}),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from oracles import assert_clean, hooks_left
+from oracles import assert_clean, hooks_left, same_tensors
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,7 @@ from hookline.training.run_files import STATISTICS
 from hookline.training.writers import Writer
 
 
-class Net(nn.Module):
+class NormDropoutResidual(nn.Module):
     """Dropout and BatchNorm, a parameter of its own, an in-place function, a residual."""
 
     def __init__(self):
@@ -41,7 +41,7 @@ class Net(nn.Module):
         return self.last(h + h * self.gain)
 
 
-def batch(step, size=16):
+def labelled_batch(step, size=16):
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(size, 6, generator=generator)
     return x, torch.randint(0, 3, (size,), generator=generator)
@@ -51,7 +51,7 @@ def train(model, optimizer, steps, parts=1, after=None, first=0):
     """Train, and give the bits of all outputs, gradients, parameters and buffers."""
     seen = []
     for step in range(first, first + steps):
-        x, y = batch(step)
+        x, y = labelled_batch(step)
         for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
             out = model(part_x)
             (F.cross_entropy(out, part_y) / parts).backward()
@@ -65,14 +65,10 @@ def train(model, optimizer, steps, parts=1, after=None, first=0):
     return seen
 
 
-def fresh(seed=0, make=Net, **options):
+def fresh(seed=0, make=NormDropoutResidual, **options):
     torch.manual_seed(seed)
     model = make()
     return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, **options)
-
-
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def close(measured, place, kind, values, **tolerance):
@@ -341,7 +337,7 @@ def test_small_updates_of_double_precision_are_seen():
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
         for step in range(4):
             before = model.weight.detach().clone()
-            model(batch(step)[0].double()).square().mean().backward()
+            model(labelled_batch(step)[0].double()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     update, found = model.weight.detach() - before, watching.last["weight", "update"]
@@ -485,7 +481,7 @@ def test_parameters_in_lists_and_dicts_belong_to_the_module_that_holds_them(nest
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for where in ("**", "1") if nested else ("**", ""):
         with hl.watch(model, where, every=1, optimizer=optimizer) as watching:
-            model(batch(0)[0]).sum().backward()
+            model(labelled_batch(0)[0]).sum().backward()
             expected = {name: p.grad.norm().item() for name, p in lists.named_parameters()}
             optimizer.step()
             optimizer.zero_grad()
@@ -523,7 +519,7 @@ def test_the_training_is_the_same_bit_for_bit(every, tmp_path):
     python, numbers = random.getstate(), np.random.get_state()[1].tolist()
     with hl.watch(model, every=every, optimizer=optimizer, to=tmp_path / "run"):
         found = train(model, optimizer, 7)
-    assert same(found, expected)
+    assert same_tensors(found, expected)
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == modes
     assert random.getstate() == python
@@ -549,7 +545,7 @@ def test_between_measured_steps_the_model_has_one_hook_that_does_nothing():
 def test_an_exception_leaves_nothing_behind():
     model, optimizer = fresh()
     with pytest.raises(IndexError), hl.watch(model, every=1, optimizer=optimizer):
-        F.cross_entropy(model(batch(0)[0]), torch.full((16,), 9)).backward()
+        F.cross_entropy(model(labelled_batch(0)[0]), torch.full((16,), 9)).backward()
     assert_clean(model)
     assert not optimizer._optimizer_step_post_hooks
 
@@ -620,7 +616,7 @@ def test_of_two_optimizers_the_first_counts_and_updates_of_both_are_seen():
     two = torch.optim.SGD([*model.last.parameters(), *model.norm.parameters(), model.gain], 0.1)
     with hl.watch(model, every=1) as watching:
         for step in range(3):
-            x, y = batch(step)
+            x, y = labelled_batch(step)
             F.cross_entropy(model(x), y).backward()
             one.step()
             two.step()
@@ -640,7 +636,7 @@ def test_steps_by_hand_count_alone_from_the_first_on():
     assert watching.steps == 3
     with hl.watch(model, every=1) as watching:
         for _ in range(3):
-            model(batch(0)[0]).sum().backward()
+            model(labelled_batch(0)[0]).sum().backward()
             watching.step()
     assert watching.steps == 3
 
@@ -681,7 +677,7 @@ def test_a_closure_runs_inside_the_step():
 
     def closure():
         optimizer.zero_grad()
-        x, y = batch(0)
+        x, y = labelled_batch(0)
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         return loss
@@ -732,7 +728,7 @@ def test_an_output_that_torch_lets_nobody_use_disturbs_no_training():
     expected = train(bare, own, 2)
     model, optimizer = fresh(make=Net)
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
-        assert same(train(model, optimizer, 2), expected)
+        assert same_tensors(train(model, optimizer, 2), expected)
     assert watching.last["parts", "output"]["norm"] > 0
 
 
@@ -753,7 +749,7 @@ def test_steps_may_be_numbers_of_numpy(tmp_path):
 def test_no_step_at_all_is_warned_of():
     model, _ = fresh()
     with pytest.warns(hl.HooklineWarning, match=r"saw no step.*step\(\)"), hl.watch(model):
-        model(batch(0)[0]).sum().backward()
+        model(labelled_batch(0)[0]).sum().backward()
 
 
 def test_a_named_place_where_nothing_happens_is_warned_of():
@@ -774,7 +770,7 @@ def test_forwards_of_an_evaluation_are_not_measured():
         for step in (1, 2):
             model.eval()
             with torch.no_grad():
-                model(1000 + batch(9)[0])
+                model(1000 + labelled_batch(9)[0])
             model.train()
             with hl.capture(model, "last", detach=True) as record:
                 train(model, optimizer, 1, first=step)
@@ -828,7 +824,7 @@ def test_gradients_are_measured_before_they_are_clipped():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_calls_are_measured_once(reentrant):
-    class Checkpointed(Net):
+    class Checkpointed(NormDropoutResidual):
         def forward(self, x):
             x = x.requires_grad_()
             h = checkpoint(lambda x: self.act(self.norm(self.first(x))), x, use_reentrant=reentrant)
@@ -855,7 +851,7 @@ def test_under_a_scaler_gradients_are_those_without_it(dtype):
             model, every=1, optimizer=optimizer, scaler=scaler, to=found.append
         ) as watching:
             for step in range(3):
-                x, y = batch(step)
+                x, y = labelled_batch(step)
                 with torch.autocast("cpu", dtype):
                     loss = F.cross_entropy(model(x), y)
                 scaler.scale(loss).backward()
@@ -885,7 +881,7 @@ def test_a_backward_that_overflows_is_left_out():
     found = []
     with hl.watch(model, every=1, optimizer=optimizer, scaler=scaler, to=found.append) as watching:
         for step in range(3):
-            x, y = batch(step)
+            x, y = labelled_batch(step)
             loss = F.cross_entropy(model(x), y) * (1e30 if step == 0 else 1)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -897,7 +893,7 @@ def test_a_backward_that_overflows_is_left_out():
     assert watching.findings() == []
 
 
-class Wrapper:
+class OptimizerWrapper:
     """A wrapper of an optimizer that is none itself."""
 
     def __init__(self, optimizer):
@@ -916,7 +912,7 @@ class Disguised(torch.optim.Optimizer):
     def __init__(self, optimizer):
         self.optimizer = optimizer
 
-    step, zero_grad = Wrapper.step, Wrapper.zero_grad
+    step, zero_grad = OptimizerWrapper.step, OptimizerWrapper.zero_grad
 
 
 WRAPPERS = {
@@ -925,9 +921,9 @@ WRAPPERS = {
         optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)
     ),
     "Lightning": LightningOptimizer,
-    "plain": Wrapper,
+    "plain": OptimizerWrapper,
     "disguised": Disguised,
-    "two": lambda optimizer: Wrapper(Disguised(optimizer)),
+    "two": lambda optimizer: OptimizerWrapper(Disguised(optimizer)),
 }
 
 
@@ -960,7 +956,7 @@ def test_the_steps_that_accelerate_leaves_out_are_not_counted(given):
         ) as watching:
             for step in range(8):
                 with accelerator.accumulate(model):
-                    x, y = batch(step)
+                    x, y = labelled_batch(step)
                     accelerator.backward(F.cross_entropy(model(x), y))
                     optimizer.step()
                     optimizer.zero_grad()
@@ -969,7 +965,7 @@ def test_the_steps_that_accelerate_leaves_out_are_not_counted(given):
     assert watching.steps == len(found) == 2
     model, optimizer = fresh()
     for step in range(4):
-        x, y = batch(step)
+        x, y = labelled_batch(step)
         (F.cross_entropy(model(x), y) / 4).backward()
     close(found[0], "last.weight", "weight_grad", model.last.weight.grad)
 
@@ -981,7 +977,7 @@ def test_the_scaler_of_a_wrapped_optimizer_need_not_be_given():
         found, given = [], wrap(optimizer, scaler)
         with hl.watch(model, every=1, to=found.append, **given) as watching:
             for step in range(4):
-                x, y = batch(step)
+                x, y = labelled_batch(step)
                 scaler.scale(F.cross_entropy(model(x), y) * 2.0**40).backward()
                 if "scaler" in given:
                     scaler.step(optimizer)
@@ -1005,7 +1001,7 @@ def test_a_scaler_that_skips_every_step_is_told_of():
     scaler = torch.amp.GradScaler("cpu")
     with hl.watch(model, every=1, optimizer=optimizer, scaler=scaler) as watching:
         for step in range(25):
-            x, y = batch(step)
+            x, y = labelled_batch(step)
             scaler.scale(F.cross_entropy(model(x), y) * math.nan).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -1047,7 +1043,7 @@ def test_a_watched_model_can_be_copied_and_saved(tmp_path):
         other = copy.deepcopy(model)
         torch.save(model.state_dict(), tmp_path / "model.pt")
         train(model, optimizer, 1)
-        other(batch(0)[0])
+        other(labelled_batch(0)[0])
     assert_clean(model)
     assert_clean(other)
 
@@ -1065,7 +1061,7 @@ def test_a_run_directory_holds_what_was_measured(tmp_path):
         w.log(99, accuracy=0.5)
     run = hl.Run.open(tmp_path / "run")
     assert run.steps().tolist() == [0, 2, 4]
-    assert run.head.model == "Net"
+    assert run.head.model == "NormDropoutResidual"
     assert run.head.options["every"] == 2
     assert run.scalars("loss")[0].tolist() == [0, 1, 2, 3, 4]
     assert run.scalars("accuracy")[0].tolist() == [99]
@@ -1187,7 +1183,11 @@ def test_an_error_of_the_users_function_is_the_users():
         ({"every": "5"}, hl.PlaceError, "every='5'"),
         ({"start": 4.0}, hl.PlaceError, "start=4.0"),
         ({"optimizer": 3}, hl.PlaceError, r"optimizer=3.*watching\.step\(\)"),
-        ({"optimizer": Wrapper(3)}, hl.PlaceError, r"none as \.optimizer.*watching\.step\(\)"),
+        (
+            {"optimizer": OptimizerWrapper(3)},
+            hl.PlaceError,
+            r"none as \.optimizer.*watching\.step\(\)",
+        ),
         ({"scaler": 2.0}, hl.PlaceError, r"scaler=2\.0.*a float, without .*get_scale"),
         (
             {"scaler": SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))},
@@ -1203,7 +1203,7 @@ def test_an_error_of_the_users_function_is_the_users():
     ],
 )
 def test_what_cannot_be_is_refused(options, error, match):
-    with pytest.raises(error, match=match), hl.watch(Net(), **options):
+    with pytest.raises(error, match=match), hl.watch(NormDropoutResidual(), **options):
         pass
 
 
