@@ -10,8 +10,12 @@ import torch
 from environment import ROOT
 from models import small
 
+from hookline import Store
+
 # Their asserts show both sides, as those of test files do.
-pytest.register_assert_rewrite("faults", "harvests", "oracles")
+pytest.register_assert_rewrite(
+    "faults", "harvests", "oracles", "stores", "trainings", "tuner_hooks"
+)
 
 # What a shell runs in the background ignores Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,6 +32,33 @@ def seeded():
 def model():
     """A small model with the same weights every time."""
     return small(seed=0)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of the test's own, in which it works."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=["GPT-2", "Llama"])
+def decoder(request):
+    """A tiny language model that continues texts, with the places that tests need."""
+    from language_models import described  # transformers is optional
+
+    return described(request.param)
+
+
+@pytest.fixture
+def counted(tmp_path):
+    """A folder with a store of seven appends."""
+    from stores import append_counted  # asserts of it are rewritten
+
+    folder = tmp_path / "acts"
+    with Store.create(folder, metadata={"model": "m"}, shard_bytes=100, sync="never") as writer:
+        for _ in range(7):
+            append_counted(writer)
+    return folder
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """Awkward models that several test files use."""
 
+from collections import OrderedDict
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -190,6 +193,177 @@ class LargeBatches(nn.Module):
     def forward(self, x):
         x = self.h[0](x)
         return self.h[2](self.h[1](x) if len(x) > 2 else x)
+
+
+class InPlace(nn.Module):
+    """A layer whose output is overwritten by the in-place layer behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.relu(self.lin(x))
+
+
+def nested_sequence():
+    """A Sequential with names, inside another one."""
+    inner = nn.Sequential(
+        OrderedDict(a=nn.Linear(3, 3), b=nn.Tanh(), c=nn.Linear(3, 3), d=nn.Sigmoid())
+    )
+    return nn.Sequential(
+        OrderedDict(first=nn.Linear(3, 3), inner=inner, act=nn.ReLU(), last=nn.Linear(3, 3))
+    )
+
+
+class ReturnsPair(nn.Module):
+    """Returns two values, each made of its input."""
+
+    def forward(self, x):
+        return x * 1, x * 3
+
+
+class ChangesItsPair(nn.Module):
+    """Changes the second of two values in place after the module that made them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.pair = ReturnsPair()
+
+    def forward(self, x):
+        p, q = self.pair(self.first(x))
+        q.mul_(2)
+        return p + q
+
+
+class TiedLayers(nn.Module):
+    """Two layers that share one weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encode = nn.Linear(3, 3)
+        self.decode = nn.Linear(3, 3)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(torch.tanh(self.encode(x)))
+
+
+class Blocks(nn.Module):
+    """Layers in a ModuleList, tensors in a ParameterList, a buffer that is None at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(3))])
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        self.mask = torch.ones(3)
+        for layer in self.layers:
+            x = layer(x) * self.scales[0] * self.mask
+        return x
+
+
+class PackedAttentionBlock(nn.Module):
+    """A block of a transformer, whose query, key and value are one projection."""
+
+    def __init__(self, width=8, heads=2):
+        super().__init__()
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.up, self.down, self.heads = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            heads,
+        )
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class TiedTransformer(nn.Module):
+    """Two blocks between an embedding and a head that have one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList([PackedAttentionBlock(), PackedAttentionBlock()])
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class CellLoop(nn.Module):
+    """An LSTM cell that is called once a step, and a layer that is called on each state."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x):
+        state, results = None, []
+        for step in x:
+            state = self.cell(step, state)
+            results.append(self.out(state[0]))
+        return torch.stack(results)
+
+
+def torch_encoder():
+    """Two layers of torch's own encoder."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def convolutions():
+    """A small network for images, with BatchNorm, dropout and an in-place ReLU."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Dropout(0.3), nn.Flatten(), nn.Linear(36, 3),
+    )  # fmt: skip
+
+
+def as_nested(x, layout=torch.strided):
+    """A nested tensor of the first row and of all others."""
+    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=layout)
+
+
+class NormDropoutResidual(nn.Module):
+    """Dropout and BatchNorm, a parameter of its own, an in-place function, a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(8, 3)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        h = self.drop(self.act(self.norm(self.first(x))))
+        return self.last(h + h * self.gain)
+
+
+def perceptron():
+    """Linear layers with Tanh between them: 3 → 4 → 5 → 2, with the same weights every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
 
 
 # -- kinds of outputs, with the shapes of the inputs ---------------------------------------------

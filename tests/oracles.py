@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -136,6 +137,15 @@ def cut(module, inputs, rest):
     return grad_output, torch.autograd.grad(output, leaves, grad_output, allow_unused=True)
 
 
+def recorded(module, inputs, rest, *places, **options):
+    """A record of one forward and backward on inputs that other operations have made."""
+    made = [x.detach().clone().requires_grad_() * 1 for x in inputs]
+    with hl.capture(module, *places, **options) as record:
+        rest(module(*made)).backward()
+    assert_clean(module)
+    return record
+
+
 def weigh(y):
     """A loss whose gradient differs from element to element."""
     return (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum()
@@ -243,3 +253,18 @@ def rows_by_hand(model: nn.Module, batches: Iterable[Any], *paths: str) -> dict[
     """The outputs of modules over all batches, joined along the first dimension."""
     seen = by_hand(model, lambda model: [model(batch) for batch in batches], paths)
     return {path: torch.cat(seen.outputs[path]) for path in paths}
+
+
+# -- statistics by numpy --------------------------------------------------------------------------
+
+
+def parts_of(result):
+    """The parts of a result of a statistic, which has one or several."""
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def assert_near_numpy(result, expected, **more):
+    """A result of a statistic is what numpy gives, up to rounding in double precision."""
+    for own, other in zip(parts_of(result), parts_of(expected), strict=True):
+        other = torch.as_tensor(np.asarray(other))
+        torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-11, equal_nan=True, **more)

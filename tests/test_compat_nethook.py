@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Failing, Giving, Recursive, Swallowing, named, small
+from models import Failing, Giving, InPlace, Recursive, Swallowing, named, nested_sequence, small
 from oracles import assert_clean, bits, by_hand, hooks_left, work_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,18 +22,6 @@ import hookline as hl
 from hookline.compat import nethook
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
-
-
-class InPlace(nn.Module):
-    """A layer whose output is overwritten by the in-place layer behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(3, 4)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        return self.relu(self.lin(x))
 
 
 class PassesOn(nn.Module):
@@ -1099,15 +1087,6 @@ def test_recursive_copy_marks_the_originals_to_retain_their_gradients():
 # -- subsequence -----------------------------------------------------------------------------------
 
 
-def sequence():
-    inner = nn.Sequential(
-        OrderedDict(a=nn.Linear(3, 3), b=nn.Tanh(), c=nn.Linear(3, 3), d=nn.Sigmoid())
-    )
-    return nn.Sequential(
-        OrderedDict(first=nn.Linear(3, 3), inner=inner, act=nn.ReLU(), last=nn.Linear(3, 3))
-    )
-
-
 @pytest.mark.parametrize(
     ("limits", "names"),
     [
@@ -1136,7 +1115,7 @@ def sequence():
 )  # fmt: skip
 @pytest.mark.parametrize("share", [False, True])
 def test_a_subsequence_has_the_layers_between_its_ends(limits, names, share):
-    model = sequence().eval()
+    model = nested_sequence().eval()
     part = nethook.subsequence(model, **limits, share_weights=share)
     assert [name for name in nethook.module_names(part) if name] == names.split()
     leaves = [name for name in names.split() if name != "inner"]
@@ -1150,7 +1129,7 @@ def test_a_subsequence_has_the_layers_between_its_ends(limits, names, share):
 
 
 def test_a_copied_subsequence_has_weights_of_its_own():
-    model = sequence()
+    model = nested_sequence()
     part = nethook.subsequence(model, last_layer="inner.a")
     nn.init.zeros_(part.inner.a.weight)
     assert model.inner.a.weight.any()
@@ -1181,7 +1160,7 @@ def test_tied_weights_stay_tied_in_a_copied_subsequence():
 )
 def test_a_subsequence_that_cannot_be_is_told(limits, message):
     with pytest.raises(ValueError, match=message):
-        nethook.subsequence(sequence(), **limits)
+        nethook.subsequence(nested_sequence(), **limits)
 
 
 def test_only_a_sequential_has_subsequences():
@@ -1213,7 +1192,7 @@ def test_set_requires_grad_takes_modules_and_tensors():
 
 
 def test_modules_and_parameters_are_found_by_name():
-    model = sequence()
+    model = nested_sequence()
     assert nethook.get_module(model, "inner.c") is model.inner.c
     assert nethook.get_module(model, "") is model
     assert nethook.get_parameter(model, "inner.c.bias") is model.inner.c.bias
@@ -1244,7 +1223,7 @@ def test_a_containers_children_are_found_through_it():
 
 
 def test_all_names_are_those_of_torch():
-    model = sequence()
+    model = nested_sequence()
     model.add_module("again", model.inner.a)
     assert nethook.module_names(model) == [name for name, _ in model.named_modules()]
     assert nethook.parameter_names(model) == [name for name, _ in model.named_parameters()]
@@ -1252,24 +1231,24 @@ def test_all_names_are_those_of_torch():
 
 @pytest.mark.parametrize("name", ["act", "inner.b"])
 def test_a_module_is_replaced_for_good_also_at_the_top(name):
-    model = sequence()
+    model = nested_sequence()
     new = nn.Identity()
     assert nethook.replace_module(model, name, new) is None
     assert model.get_submodule(name) is new
-    assert list(nethook.module_names(model)) == list(nethook.module_names(sequence()))
+    assert list(nethook.module_names(model)) == list(nethook.module_names(nested_sequence()))
     assert_clean(model)
 
 
 def test_a_module_is_replaced_under_the_wrapper_that_was_left_out():
     model = nn.Module()
-    model.module = sequence()
+    model.module = nested_sequence()
     nethook.replace_module(model, "act", nn.Identity())
     assert isinstance(model.module.act, nn.Identity)
     assert list(model._modules) == ["module"]
 
 
 def test_a_module_that_is_not_there_is_not_replaced():
-    model = sequence()
+    model = nested_sequence()
     with pytest.raises(LookupError):
         nethook.replace_module(model, "acts", nn.Identity())
     with pytest.raises(ValueError, match="parameter or buffer"):
@@ -1348,7 +1327,9 @@ def test_an_instrumented_model_runs_as_the_model_does():
     assert torch.equal(inst(X, 2, z=3), X * 2 + 3)
     assert inst.model is model
     assert inst.layer_names() == [""]
-    assert nethook.InstrumentedModel(sequence()).layer_names() == nethook.module_names(sequence())
+    assert nethook.InstrumentedModel(nested_sequence()).layer_names() == nethook.module_names(
+        nested_sequence()
+    )
 
 
 def test_retained_values_are_detached_unless_asked_otherwise():
@@ -1522,7 +1503,8 @@ def test_of_several_calls_an_instrumented_model_keeps_the_last_with_one_warning(
     model = small()
     inst = nethook.InstrumentedModel(model)
     inst.retain_layers(["0", "1"])
-    run_often(inst, contextlib.nullcontext(), 3)
+    for n in range(3):
+        inst(X + n)
     with pytest.warns(hl.HooklineWarning, match="layer '0' was read: .*last call only") as caught:
         assert torch.equal(inst.retained_layer("0"), linear(model[0], X + 2))
     assert len(caught) == 1
@@ -1761,7 +1743,7 @@ def test_a_part_of_a_sequential_is_run(part, names):
 
 
 def test_a_nested_part_of_a_sequential_is_run():
-    model = sequence()
+    model = nested_sequence()
     inst = nethook.InstrumentedModel(model)
     h = inst(X, last_layer="inner.b")
     assert torch.equal(h, model.inner.b(model.inner.a(model.first(X))))

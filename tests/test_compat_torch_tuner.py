@@ -9,77 +9,28 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch_tuner
+from models import perceptron
 from oracles import assert_clean, bits, cut, weigh
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from tuner_hooks import (
+    FOLDERS,
+    HOOK_KINDS,
+    PORTS,
+    WORDS,
+    assert_equal_nested,
+    outcomes,
+    register,
+    row_batches,
+    saved_files,
+    saved_names,
+)
 
 import hookline as hl
 from hookline.compat import torch_tuner as compat
 from hookline.compat.torch_tuner import Hooks
 
-KINDS = ("fh", "fph", "fbh", "fbph")
-FOLDERS = {
-    "fh": "saved_forward_hook_values",
-    "fph": "saved_forward_prehook_inputs",
-    "fbh": "saved_full_backward_hook_gradients",
-    "fbph": "saved_full_backward_prehook_gradients",
-}
-PORTS = {"fh": "", "fph": ":input", "fbh": ":grad_input", "fbph": ":grad_output"}
-WORDS = {"fh": "output", "fph": "input", "fbh": "input", "fbph": "output"}  # what updates change
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Every test has a working directory of its own."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def saved_files(folder):
-    """All files in a folder by name, with what is in them."""
-    return {
-        file.relative_to(folder).as_posix(): torch.load(file, weights_only=True)
-        for file in sorted(folder.rglob("*.pt"))
-    }
-
-
-def names(folder):
-    return [name.rpartition("/")[2] for name in saved_files(folder)]
-
-
-def perceptron():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def row_batches(*sizes):
-    torch.manual_seed(1)
-    return [torch.randn(size, 3) for size in sizes]
-
-
-def outcomes(model, data):
-    """Forward and backward for each batch; everything that came out."""
-    found = []
-    for batch in data:
-        x = batch.clone().requires_grad_()
-        model.zero_grad()
-        y = model(x)
-        weigh(y).backward()
-        grads = [x.grad, *(parameter.grad for parameter in model.parameters())]
-        found += [y.detach(), *(torch.empty(0) if grad is None else grad for grad in grads)]
-    return found
-
-
-def register(hooks, kind, *, noise=None, values=None, visualize=False, **more):
-    """Register a hook of a kind, with the arguments that it has."""
-    word = WORDS[kind]
-    given = {}
-    if noise is not None:
-        given |= {f"add_noise_{word}": True, f"noise_{word}": noise}
-    if values is not None:
-        given |= {f"add_values_{word}": True, f"new_values_{word}": values}
-    method = getattr(hooks, f"register_{kind}")
-    return method(update=bool(given), visualize=visualize, **given, **more)
+pytestmark = pytest.mark.usefixtures("folder")  # each test works in a folder of its own
 
 
 def compare(folder, make, use):
@@ -102,21 +53,11 @@ def compare(folder, make, use):
     return ours
 
 
-def assert_equal_nested(one, other):
-    if isinstance(other, tuple):
-        assert isinstance(one, tuple)
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_equal_nested(a, b)
-    else:
-        assert torch.equal(one, other)
-
-
 # -- as the original does -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 4, -1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_visualize_saves_the_files_of_the_original(folder, kind, layer):
     def use(hooks, model):
         register(hooks(model, layer), kind, visualize=True)
@@ -129,7 +70,7 @@ def test_visualize_saves_the_files_of_the_original(folder, kind, layer):
 
 def test_files_are_named_by_value_iteration_batch_size_and_layer(folder):
     model = perceptron()
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(Hooks(model, 2), kind, visualize=True)
     outcomes(model, row_batches(8))
     ending = "_0_batch_size_8_layer_2"
@@ -144,7 +85,7 @@ def test_files_are_named_by_value_iteration_batch_size_and_layer(folder):
 
 
 @pytest.mark.parametrize("by", ["number", "tensor", "row", "values", "both"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_update_changes_what_the_original_changes(folder, kind, by):
     torch.manual_seed(2)
     shape = (8, 5 if WORDS[kind] == "output" else 4)
@@ -161,7 +102,7 @@ def test_update_changes_what_the_original_changes(folder, kind, by):
     assert not all(torch.equal(a, b) for a, b in zip(changed, bare, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_new_values_are_multiplied_by_the_noise(kind):
     model = perceptron()
     shape = (8, 5 if WORDS[kind] == "output" else 4)
@@ -174,7 +115,7 @@ def test_new_values_are_multiplied_by_the_noise(kind):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_all_hooks_in_one_instance_act_as_in_the_original_in_any_order(folder, seed):
-    order = [(kind, how) for kind in KINDS for how in ("update", "visualize")]
+    order = [(kind, how) for kind in HOOK_KINDS for how in ("update", "visualize")]
     random.Random(seed).shuffle(order)
     order = order[: 2 + seed % 7]
 
@@ -189,7 +130,7 @@ def test_all_hooks_in_one_instance_act_as_in_the_original_in_any_order(folder, s
 
 
 @pytest.mark.parametrize("how", ["update", "visualize"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_a_removed_handle_acts_no_more_and_the_iteration_counts_on(folder, kind, how):
     def use(hooks, model):
         one = hooks(model, 2)
@@ -219,7 +160,7 @@ def test_a_removed_handle_stays_removed_when_others_are_registered(folder, kind)
     register(hooks, kind, visualize=True).remove()
     register(hooks, "fph", noise=2.0)
     outcomes(model, row_batches(4))
-    assert names(folder) == []
+    assert saved_names(folder) == []
 
 
 def test_hooks_act_without_their_handle_and_are_listed(folder):
@@ -244,7 +185,7 @@ class CallsSharedTwice(nn.Module):
         return self.last(self.shared(torch.tanh(self.shared(x)).repeat(2, 1)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_a_layer_that_is_called_twice_has_two_iterations(folder, kind):
     def use(hooks, model):
         register(hooks(model, 0), kind, visualize=True)
@@ -314,7 +255,7 @@ def test_the_attributes_of_the_original_are_there():
     assert Hooks(model).layer_index is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_arguments_are_those_of_the_original_in_their_order(kind):
     model = perceptron()
     seen = []
@@ -345,7 +286,7 @@ def test_each_registration_has_its_own_noise_and_values():
 
 def test_nothing_is_printed(capsys):
     model = perceptron()
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(Hooks(model, 2), kind, visualize=True, noise=2.0)
     outcomes(model, row_batches(4))
     Hooks(model, 0).get_shape_of_layer()
@@ -354,7 +295,7 @@ def test_nothing_is_printed(capsys):
 
 def test_saved_tensors_do_not_require_grad(folder):
     model = perceptron()
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(Hooks(model, 2), kind, visualize=True)
     outcomes(model, row_batches(4))
     assert saved_files(folder)
@@ -419,7 +360,7 @@ def test_a_layer_is_named_by_index_name_object_or_a_list_of_them(folder, layer, 
     register(Hooks(model), "fbph", visualize=True, layer=given(layer))
     outcomes(model, row_batches(4))
     for word, ending in (("inputs", "forward_prehook"), ("grad_output", "full_backward_prehook")):
-        found = [name for name in names(folder) if name.startswith(word)]
+        found = [name for name in saved_names(folder) if name.startswith(word)]
         start = f"{word}_0_batch_size_4_layer_"
         assert sorted(found) == sorted(f"{start}{label}_{ending}_tensor.pt" for label in labels)
 
@@ -469,7 +410,7 @@ def test_different_layers_of_one_instance_can_have_different_updates():
 # -- update and visualize together ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_with_an_update_the_values_before_it_are_saved(folder, kind):
     model = perceptron()
     hooks = Hooks(model, 2)
@@ -489,7 +430,7 @@ def test_with_an_update_the_values_before_it_are_saved(folder, kind):
     assert_clean(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_looking_changes_nothing_bit_for_bit(kind):
     model = perceptron()
     before = outcomes(model, row_batches(8, 3))
@@ -591,12 +532,11 @@ def test_positional_arguments_without_names_are_told_by_their_position(folder):
     register(hooks, "fph", visualize=True)
     register(hooks, "fbh", visualize=True)
     model(torch.ones(2, 1, requires_grad=True)).sum().backward()
-    assert [name.rpartition("tensor")[2] for name in names(folder) if "put_0" not in name] == [
-        ".pt", "_1.pt"
-    ]  # fmt: skip
-    assert [n.rpartition("tensor")[2] for n in names(folder) if n.startswith("grad_input")] == [
-        ".pt", "_1.pt"
-    ]  # fmt: skip
+    files = saved_names(folder)
+    inputs = [name for name in files if "put_0" not in name]
+    grads = [name for name in files if name.startswith("grad_input")]
+    for names in (inputs, grads):
+        assert [name.rpartition("tensor")[2] for name in names] == [".pt", "_1.pt"]
 
 
 Pair = namedtuple("Pair", "left right")
@@ -701,7 +641,9 @@ def test_a_value_without_a_batch_dimension_counts_as_one(folder):
     model = Loss()
     register(Hooks(model, 0), "fbph", visualize=True)
     model(torch.ones(4, requires_grad=True)).backward()
-    assert names(folder) == ["grad_output_0_batch_size_1_layer_0_full_backward_prehook_tensor.pt"]
+    assert saved_names(folder) == [
+        "grad_output_0_batch_size_1_layer_0_full_backward_prehook_tensor.pt"
+    ]
 
 
 def test_a_layer_without_tensors_saves_nothing(folder):
@@ -710,7 +652,7 @@ def test_a_layer_without_tensors_saves_nothing(folder):
             return text.upper()
 
     model = nn.Sequential(Name())
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(Hooks(model, 0), kind, visualize=True)
     assert model("a") == "A"
     assert not list(folder.iterdir())
@@ -799,7 +741,7 @@ def test_a_gradient_that_cannot_be_reached_is_told_at_once(folder):
     register(Hooks(model, 2), "fbh", visualize=True)
     with pytest.warns(hl.HooklineWarning, match=r"'2:grad_inputs' cannot be saved: .*in place"):
         weigh(model(*row_batches(2))).backward()
-    (name,) = names(folder)
+    (name,) = saved_names(folder)
     assert name.startswith("grad_output_0_")
 
 
@@ -816,7 +758,7 @@ def test_what_checkpointing_runs_again_is_saved_once(folder, reentrant):
         place = folder / run.__name__
         place.mkdir()
         with chdir(place):
-            for kind in KINDS:
+            for kind in HOOK_KINDS:
                 register(Hooks(model, 2), kind, visualize=True)
             for x in row_batches(4, 4, 2):
                 weigh(run(model, x.requires_grad_())).backward()
@@ -873,22 +815,22 @@ def test_a_backward_that_raises_does_no_harm_to_the_next(folder):
     broken.register_hook(fail)
     with pytest.raises(RuntimeError, match="on purpose"):
         weigh(model(broken)).backward()
-    assert names(folder) == []
+    assert saved_names(folder) == []
     outcomes(model, row_batches(4))
     expected = [
         f"grad_{w}put_0_batch_size_4_layer_2_full_backward_hook_tensor.pt" for w in ("in", "out")
     ]
-    assert names(folder) == expected
+    assert saved_names(folder) == expected
 
 
 def test_a_copied_model_saves_nothing(folder):
     model = perceptron()
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(Hooks(model, 2), kind, visualize=True)
     outcomes(copy.deepcopy(model), row_batches(4))
-    assert names(folder) == []
+    assert saved_names(folder) == []
     outcomes(model, row_batches(4))
-    assert len(names(folder)) == 6
+    assert len(saved_names(folder)) == 6
 
 
 # -- updates of all kinds of values ---------------------------------------------------------------
@@ -1036,7 +978,7 @@ def test_the_shape_of_any_layer_is_seen_in_a_run(layer, shapes, batch):
     assert_clean(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 @pytest.mark.parametrize("layer", [0, 2])
 def test_the_shapes_are_those_that_new_values_need(kind, layer):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(36, 5), nn.Linear(5, 2))
@@ -1057,7 +999,7 @@ def test_a_run_for_a_shape_leaves_no_trace(folder):
     )
     model[0].eval()
     hooks = Hooks(model, 3)
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(hooks, kind, visualize=True)
     register(hooks, "fh", values=torch.ones(9, 9))  # would not fit
     before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
@@ -1068,7 +1010,7 @@ def test_a_run_for_a_shape_leaves_no_trace(folder):
     assert [m.training for m in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert names(folder) == []
+    assert saved_names(folder) == []
     with pytest.raises(hl.ChangeError):
         model(x)  # the update acts again
 
@@ -1100,7 +1042,7 @@ def test_a_layer_with_features_of_its_own_tells_them():
 # -- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_neither_update_nor_visualize_is_an_error(kind):
     model = perceptron()
     with pytest.raises(hl.ChangeError) as caught:
@@ -1113,7 +1055,7 @@ def test_neither_update_nor_visualize_is_an_error(kind):
     assert_clean(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_an_update_without_noise_and_values_is_an_error(kind):
     model, word = perceptron(), WORDS[kind]
     method = getattr(Hooks(model, 2), f"register_{kind}")
@@ -1135,7 +1077,7 @@ def test_what_is_not_switched_on_is_left_out():
 
 
 @pytest.mark.parametrize("wrong", ["values", "noise", "batch"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_a_wrong_shape_is_an_error_that_shows_both_sides(kind, wrong):
     model = perceptron()
     features = 5 if WORDS[kind] == "output" else 4

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from models import PackedAttentionBlock, TiedTransformer
 from oracles import assert_clean, assert_same_state, state_bits
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,42 +30,6 @@ from hookline.costs.flops import FlopCounter
 from hookline.trials.contents import Contents
 
 aten = torch.ops.aten
-
-
-class PackedAttentionBlock(nn.Module):
-    def __init__(self, width=8, heads=2):
-        super().__init__()
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.up, self.down, self.heads = (
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-            heads,
-        )
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class TiedTransformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList([PackedAttentionBlock(), PackedAttentionBlock()])
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Conv(nn.Module):
@@ -928,7 +893,8 @@ def test_the_mode_that_is_asked_for_is_the_one_in_which_it_runs():
 
 
 def test_torchs_encoder_runs_its_layers_in_eval_mode_too():
-    model = MODELS["torch's encoder"][0]().eval()
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
     mask = torch.tensor([[False, False, True], [False, False, False]])
     summary = hl.summarize(model, {"src": torch.randn(2, 3, 8), "src_key_padding_mask": mask})
     assert summary["layers.1.linear2"].called

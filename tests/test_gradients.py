@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 import torch
 from models import MAKERS, VIEWERS, EndsInLinear, Giving, Nothing, QueryKeyValue, small
-from oracles import FOLLOWING, assert_clean, assert_exact_or_refused, cut, objects_alive, weigh
+from oracles import (
+    FOLLOWING,
+    assert_clean,
+    assert_exact_or_refused,
+    cut,
+    objects_alive,
+    recorded,
+    weigh,
+)
 from torch import nn
 from torch.autograd import Function
 
@@ -24,15 +32,6 @@ import hookline as hl
 from hookline.values.nested import leaves
 
 pytestmark = pytest.mark.usefixtures("seeded")
-
-
-def recorded(module, inputs, rest, *places, **options):
-    """A record of one forward and backward on inputs that other operations have made."""
-    made = [x.detach().clone().requires_grad_() * 1 for x in inputs]
-    with hl.capture(module, *places, **options) as record:
-        rest(module(*made)).backward()
-    assert_clean(module)
-    return record
 
 
 @pytest.mark.parametrize("following", FOLLOWING)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from faults import INF, fault_in, guarded
-from models import Giving, Mark, Token
+from models import Giving, Mark, Token, as_nested, convolutions, torch_encoder
 from oracles import assert_clean, hooks_left, objects_alive
 from torch import nn
 from torch.nn import functional as F
@@ -26,11 +26,6 @@ pytestmark = [
 
 
 # -- healthy models are never accused -------------------------------------------------------------
-
-
-def torch_encoder():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def causal(length):
@@ -62,13 +57,6 @@ class Filled(nn.Module):
         return logits, logits.log_softmax(-1)
 
 
-def convolutions():
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Dropout(0.3), nn.Flatten(), nn.Linear(36, 3),
-    )  # fmt: skip
-
-
 class Embedded(nn.Module):
     def __init__(self):
         super().__init__()
@@ -78,10 +66,6 @@ class Embedded(nn.Module):
 
     def forward(self, ids):
         return self.out(self.lstm(self.embed(ids))[0])
-
-
-def as_nested(x, layout=torch.strided):
-    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=layout)
 
 
 class Mended(nn.Module):

@@ -12,44 +12,13 @@ from contextlib import ExitStack, nullcontext, suppress
 import numpy as np
 import pytest
 import torch
-from models import Token, mlp
+from models import Blocks, TiedLayers, Token, mlp
 from oracles import assert_clean, assert_same_state, bits, state_bits
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_map
 
 import hookline as hl
-
-
-class TiedLayers(nn.Module):
-    """Two layers that share one weight."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.encode = nn.Linear(3, 3)
-        self.decode = nn.Linear(3, 3)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x):
-        return self.decode(torch.tanh(self.encode(x)))
-
-
-class Blocks(nn.Module):
-    """Layers in a ModuleList, tensors in a ParameterList, a buffer that is None at first."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(3))])
-        self.register_buffer("mask", None)
-
-    def forward(self, x):
-        self.mask = torch.ones(3)
-        for layer in self.layers:
-            x = layer(x) * self.scales[0] * self.mask
-        return x
-
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
 

@@ -13,52 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from models import Giving, OneOfTwo, SometimesTuple, Swallowing, small
-from oracles import assert_clean, work_of
+from models import ChangesItsPair, Giving, OneOfTwo, SometimesTuple, Swallowing, small
+from oracles import assert_clean, by_hand, work_of
 from torch import nn
 
 import hookline as hl
-
-
-def with_hooks(model, paths, x):
-    """What hand-written hooks see: eager clones of the outputs, by path, one a call."""
-    seen = {path: [] for path in paths}
-
-    def keep(path):
-        return lambda module, args, output: seen[path].append(output.detach().clone())
-
-    handles = [model.get_submodule(p).register_forward_hook(keep(p)) for p in paths]
-    model(x)
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-class ReturnsPair(nn.Module):
-    def forward(self, x):
-        return x * 1, x * 3
-
-
-class ChangesItsPair(nn.Module):
-    """Changes the second of two values in place after the module that made them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.pair = ReturnsPair()
-
-    def forward(self, x):
-        p, q = self.pair(self.first(x))
-        q.mul_(2)
-        return p + q
-
 
 # -- reading ------------------------------------------------------------------------------------
 
 
 def test_a_record_holds_what_hand_written_hooks_see():
     model, x = small(seed=0), torch.randn(5, 3)
-    seen = with_hooks(model, ["0", "1", "2"], x)
+    seen = by_hand(model, lambda model: model(x), ["0", "1", "2"]).outputs
     with hl.capture(model, "*") as record:
         model(x)
     for path, (value,) in seen.items():

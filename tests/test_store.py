@@ -15,7 +15,6 @@ import threading
 import time
 import tracemalloc
 import warnings
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,22 @@ from environment import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import Killed
-from safetensors import safe_open
+from stores import (
+    DTYPES,
+    HEADER,
+    append_counted,
+    breaking,
+    check_counted,
+    check_files,
+    entry,
+    killed_before_the_commit,
+    patch_write_at,
+    random_bits,
+    rewrite_index,
+    same_bits,
+    sample,
+    shard_of,
+)
 from torch.utils.data import DataLoader
 
 import hookline as hl
@@ -36,89 +50,6 @@ from hookline.storage import rows as store_rows
 from hookline.storage import shards as store_shards
 from hookline.storage import space as store_space
 from hookline.storage import writing as store_writing
-
-HEADER = 65536
-DTYPES = [
-    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int16,
-    torch.int32, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64,
-]  # fmt: skip
-
-
-def random_bits(shape, dtype):
-    """Any bit pattern: NaNs with payloads too."""
-    if dtype == torch.bool:
-        return torch.rand(shape) > 0.5
-    size = torch.empty((), dtype=dtype).element_size()
-    return torch.randint(0, 256, (*shape, size), dtype=torch.uint8).view(dtype).squeeze(-1)
-
-
-def same_bits(a, b):
-    """Same shape, dtype and bits."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return a.numel() == 0 or torch.equal(
-        *(t.contiguous().flatten().view(torch.uint8) for t in (a, b))
-    )
-
-
-def sample(k):
-    """What sample k of a counted store is: a row, and k % 4 rows of varying length."""
-    return torch.full((3,), float(k)), torch.full((k % 4, 2), k, dtype=torch.int32)
-
-
-def append_counted(writer, count=3):
-    numbers = range(writer.samples, writer.samples + count)
-    rows, varying = zip(*map(sample, numbers), strict=True)
-    values = {"h.3": torch.stack(rows), "h/../v": list(varying)}
-    writer.append(values, ids=[f"s{k}" for k in numbers])
-
-
-def check_counted(folder, samples):
-    """A counted store holds just these samples, and safetensors reads every file of it."""
-    store = Store.open(folder)
-    assert len(store) == samples
-    if samples:
-        rows, varying = zip(*map(sample, range(samples)), strict=True)
-        assert same_bits(store["h.3"][:], torch.stack(rows))
-        found = store["h/../v"][:]
-        assert all(same_bits(one, other) for one, other in zip(found, varying, strict=True))
-    if samples:
-        assert store.ids == [f"s{k}" for k in range(samples)]
-    check_files(folder)
-    return store
-
-
-def check_files(folder):
-    for path in Path(folder).glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():
-                file.get_tensor(name)
-
-
-def rewrite_index(folder, change, rank=0):
-    """Change an index as someone would who knows about its checksum."""
-    path = Path(folder) / f"rank{rank:05d}.index.json"
-    content = json.loads(path.read_text())
-    change(content)
-    content.pop("crc32", None)
-    content["crc32"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    path.write_text(json.dumps(content))
-
-
-@pytest.fixture
-def counted(tmp_path):
-    folder = tmp_path / "acts"
-    with Store.create(folder, metadata={"model": "m"}, shard_bytes=100, sync="never") as writer:
-        for _ in range(7):
-            append_counted(writer)
-    return folder
-
-
-def shard_of(folder, place, part="rows"):
-    index = json.loads((folder / "rank00000.index.json").read_text())
-    series = next(s for s in index["series"] if (s["place"], s["part"]) == (place, part))
-    return folder / f"rank00000-{series['shards'][-1]:05d}.safetensors"
-
 
 # Round trips
 
@@ -460,7 +391,7 @@ def test_a_first_append_that_failed_settles_nothing(tmp_path, monkeypatch, end):
     row = torch.ones(1, 2)
     writer = Store.create(tmp_path, rank=3)
     if end == "a kill":
-        killed_before_the_commit(writer, monkeypatch, {"h": row, "g": row})
+        killed_before_the_commit(writer, {"h": row, "g": row})
         with pytest.warns(hl.HooklineWarning, match="dropped"):
             writer = Store.create(tmp_path, rank=3, resume=True)
     else:
@@ -683,28 +614,6 @@ def test_an_unknown_place_is_told_with_those_that_exist(counted):
 # Crashes and full disks
 
 
-def patch_write_at(monkeypatch, function):
-    """Let stores write with another function; it is bound in the files that use it."""
-    for module in (store_files, store_shards):
-        monkeypatch.setattr(module, "write_at", function)
-
-
-def breaking(monkeypatch, after, error, half):
-    """Let the n-th write to a shard fail, after half of its bytes if asked; gives a counter."""
-    calls = [0]
-
-    def write_at(file, data, place, real=operating_system.write_at):
-        calls[0] += 1
-        if calls[0] == after and half:
-            return real(file, data[: len(data) // 2 or 1], place)
-        if calls[0] >= after + half:
-            raise error
-        return real(file, data, place)
-
-    patch_write_at(monkeypatch, write_at)
-    return calls
-
-
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("after", range(1, 12))
 def test_a_crash_at_any_write_loses_the_uncommitted_tail_only(counted, monkeypatch, after, half):
@@ -901,20 +810,6 @@ def test_reading_beside_a_living_writer_touches_nothing(counted):
         assert shard.read_bytes().endswith(b"under way")
 
 
-def killed_before_the_commit(writer, monkeypatch, values):
-    """Let a writer die when its rows and headers are written and the index is not."""
-
-    def die(*_):
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store_writing.StoreWriter, "_take_back", lambda *_: None)
-        patch.setattr(store_files.IndexFile, "write", die)
-        with pytest.raises(Killed):
-            writer.append(values)
-    writer._held.close()  # as the end of a process does
-
-
 def at_a_header(monkeypatch, before=lambda: None, after=lambda: None):
     """Let something happen just before or after the next header is read."""
 
@@ -952,7 +847,7 @@ def test_rows_are_read_while_what_is_left_of_an_append_is_just_cut_off(tmp_path,
     writer = Store.create(tmp_path, sync="never")
     writer.append({"x": torch.zeros(10)})
     rows = Store.open(tmp_path)["x"]
-    killed_before_the_commit(writer, monkeypatch, {"x": torch.ones(10)})
+    killed_before_the_commit(writer, {"x": torch.ones(10)})
 
     def another_reader():
         with pytest.warns(hl.HooklineWarning, match="dropped 40 B"):
@@ -1040,7 +935,9 @@ import json, os, random, signal, sys, time, warnings
 sys.path[:0] = ["tests", "."]
 import torch
 torch.set_num_threads(1)
-from test_store import Store, append_counted, check_counted, store_space
+from hookline import Store
+from hookline.storage import space as store_space
+from stores import append_counted, check_counted
 folder, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dice = random.Random(seed)
 dropped = total = 0
@@ -1245,10 +1142,6 @@ def test_a_cut_shard_is_refused(counted):
                 Store.open(counted)
         path.write_bytes(whole)
     check_counted(counted, 21)
-
-
-def entry(shape, end, dtype="F32", start=0, name="h.3"):
-    return {name: {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}}
 
 
 HOSTILE = {

@@ -11,14 +11,13 @@ import pytest
 import torch
 from models import OneOfTwo, small
 from oracles import weigh
+from stores import killed_before_the_commit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.compat import nethook
 from hookline.compat.torch_tuner import Hooks
-from hookline.storage import files as store_files
-from hookline.storage import writing as store_writing
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -83,30 +82,21 @@ def watched_in_vain(folder):
         watching.step()
 
 
-def _killed_in_an_append(folder):
+def store_of_a_killed_writer(folder):
     """A store whose writer died when its rows were written and its index was not."""
-
-    def die(*_):
-        raise KeyboardInterrupt
-
     writer = hl.Store.create(folder / "store", rank=0)
     writer.append({"h": torch.ones(1, 2)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_writing.StoreWriter, "_take_back", lambda *_: None)
-        patch.setattr(store_files.IndexFile, "write", die)
-        with pytest.raises(KeyboardInterrupt):
-            writer.append({"h": torch.ones(1, 2)})
-    writer._held.close()  # as the end of a process does
+    killed_before_the_commit(writer, {"h": torch.ones(1, 2)})
     return folder / "store"
 
 
 def a_store_is_opened_that_was_cut(folder):
-    path = _killed_in_an_append(folder)
+    path = store_of_a_killed_writer(folder)
     hl.Store.open(path)  # here
 
 
 def a_store_is_resumed_that_was_cut(folder):
-    path = _killed_in_an_append(folder)
+    path = store_of_a_killed_writer(folder)
     hl.Store.create(path, rank=0, resume=True).close()  # here
 
 

@@ -14,74 +14,16 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from models import NormDropoutResidual
 from oracles import assert_clean, hooks_left, same_tensors
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from trainings import OptimizerWrapper, assert_measured, fresh, labelled_batch, train
 
 import hookline as hl
 from hookline.training.run_files import STATISTICS
 from hookline.training.writers import Writer
-
-
-class NormDropoutResidual(nn.Module):
-    """Dropout and BatchNorm, a parameter of its own, an in-place function, a residual."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.act = nn.ReLU(inplace=True)
-        self.drop = nn.Dropout(0.3)
-        self.last = nn.Linear(8, 3)
-        self.gain = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        h = self.drop(self.act(self.norm(self.first(x))))
-        return self.last(h + h * self.gain)
-
-
-def labelled_batch(step, size=16):
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(size, 6, generator=generator)
-    return x, torch.randint(0, 3, (size,), generator=generator)
-
-
-def train(model, optimizer, steps, parts=1, after=None, first=0):
-    """Train, and give the bits of all outputs, gradients, parameters and buffers."""
-    seen = []
-    for step in range(first, first + steps):
-        x, y = labelled_batch(step)
-        for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            out = model(part_x)
-            (F.cross_entropy(out, part_y) / parts).backward()
-            seen.append(out.detach().clone())
-        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        if after is not None:
-            after(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen += [t.clone() for t in model.state_dict().values()]
-    return seen
-
-
-def fresh(seed=0, make=NormDropoutResidual, **options):
-    torch.manual_seed(seed)
-    model = make()
-    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, **options)
-
-
-def close(measured, place, kind, values, **tolerance):
-    """Compare what was measured with the values themselves."""
-    found = measured[place, kind]
-    values = torch.as_tensor(values).detach().double().numpy()
-    expected = {
-        "mean": values.mean(), "std": values.std(), "absmax": np.abs(values).max(),
-        "norm": np.sqrt((values**2).sum()), "zeros": (values == 0).mean(), "nonfinite": 0.0,
-    }  # fmt: skip
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, **({"rel": 1e-4, "abs": 1e-7} | tolerance)), name
-
 
 # -- what is measured ------------------------------------------------------------------------------
 
@@ -112,13 +54,13 @@ def test_all_is_measured_as_plain_hooks_see_it():
             measured = found[-1]
             assert measured.step == step
             for name, value in outputs.items():
-                close(measured, name, "output", value)
-                close(measured, name, "grad", grads[name])
+                assert_measured(measured, name, "output", value)
+                assert_measured(measured, name, "grad", grads[name])
             for name, parameter in model.named_parameters():
-                close(measured, name, "weight", parameter)
-                close(measured, name, "weight_grad", raw[name])
+                assert_measured(measured, name, "weight", parameter)
+                assert_measured(measured, name, "weight_grad", raw[name])
                 update = parameter.detach() - weights[name]
-                close(measured, name, "update", update)
+                assert_measured(measured, name, "update", update)
                 ratio = update.norm() / weights[name].norm() if weights[name].any() else math.nan
                 assert measured[name, "update"]["ratio"] == pytest.approx(
                     float(ratio), rel=1e-4, nan_ok=True
@@ -293,10 +235,10 @@ def test_a_nested_output_is_measured_at_its_first_tensor():
         model(x).backward()
         watching.step()
     a = 2 * model.inner(x)
-    close(watching.last, "pair", "output", a)
-    close(watching.last, "pair", "grad", torch.ones(4, 2))
-    close(watching.last, "pair[b][0]", "output", 1.5 * a)
-    close(watching.last, "pair[b][0]", "grad", torch.full((4, 2), 5.0))
+    assert_measured(watching.last, "pair", "output", a)
+    assert_measured(watching.last, "pair", "grad", torch.ones(4, 2))
+    assert_measured(watching.last, "pair[b][0]", "output", 1.5 * a)
+    assert_measured(watching.last, "pair[b][0]", "grad", torch.full((4, 2), 5.0))
 
 
 def test_a_shared_module_has_one_row_with_all_its_calls():
@@ -307,7 +249,7 @@ def test_a_shared_module_has_one_row_with_all_its_calls():
         model(x).sum().backward()
         watching.step()
     first = layer(x)
-    close(watching.last, "0", "output", torch.cat([first, layer(first.tanh())]))
+    assert_measured(watching.last, "0", "output", torch.cat([first, layer(first.tanh())]))
     places = [row.place for row in watching.last.rows if row.kind == "weight"]
     assert places == ["0.weight", "0.bias"]
 
@@ -607,7 +549,7 @@ def test_steps_go_on_when_all_parameters_are_exchanged():
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         train(model, optimizer, 2, first=3)
     assert watching.steps == 5
-    close(watching.last, "last.weight", "weight", model.last.weight)
+    assert_measured(watching.last, "last.weight", "weight", model.last.weight)
 
 
 def test_of_two_optimizers_the_first_counts_and_updates_of_both_are_seen():
@@ -775,7 +717,7 @@ def test_forwards_of_an_evaluation_are_not_measured():
             with hl.capture(model, "last", detach=True) as record:
                 train(model, optimizer, 1, first=step)
             expected.append(record["last"])
-            close(watching.last, "last", "output", expected[-1])
+            assert_measured(watching.last, "last", "output", expected[-1])
 
 
 def test_a_model_that_is_trained_in_evaluation_mode_is_measured():
@@ -801,10 +743,10 @@ def test_micro_batches_are_put_together_and_gradients_are_the_accumulated_ones()
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
         with hl.capture(model, "first", "first:grad_output", detach=True) as record:
             train(model, optimizer, 1, parts=4, after=keep)
-    close(watching.last, "first", "output", record.cat("first", 0))
-    close(watching.last, "first", "grad", record.cat("first:grad_output", 0))
+    assert_measured(watching.last, "first", "output", record.cat("first", 0))
+    assert_measured(watching.last, "first", "grad", record.cat("first:grad_output", 0))
     for name, grad in raw.items():
-        close(watching.last, name, "weight_grad", grad)
+        assert_measured(watching.last, name, "weight_grad", grad)
     assert watching.last["first", "output"]["norm"] > 0
 
 
@@ -818,7 +760,7 @@ def test_gradients_are_measured_before_they_are_clipped():
 
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
         train(model, optimizer, 1, after=clip)
-    close(watching.last, "last.weight", "weight_grad", raw["last.weight"])
+    assert_measured(watching.last, "last.weight", "weight_grad", raw["last.weight"])
     assert watching.last["last.weight", "update"]["norm"] < 1e-3
 
 
@@ -836,10 +778,10 @@ def test_recomputed_calls_are_measured_once(reentrant):
         with hl.capture(model, "first", "last:grad_output", "first:grad_output", detach=True) as r:
             train(model, optimizer, 1, after=lambda step: raw.update(
                 {n: p.grad.clone() for n, p in model.named_parameters()}))  # fmt: skip
-    close(watching.last, "first", "output", r["first"])
-    close(watching.last, "first", "grad", r["first:grad_output"])
+    assert_measured(watching.last, "first", "output", r["first"])
+    assert_measured(watching.last, "first", "grad", r["first:grad_output"])
     for name, grad in raw.items():
-        close(watching.last, name, "weight_grad", grad)
+        assert_measured(watching.last, name, "weight_grad", grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -891,19 +833,6 @@ def test_a_backward_that_overflows_is_left_out():
     assert found[0]["first", "grad"]["nonfinite"] == 0
     assert 0 < found[0]["first.weight", "weight_grad"]["norm"] < 1e3
     assert watching.findings() == []
-
-
-class OptimizerWrapper:
-    """A wrapper of an optimizer that is none itself."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def step(self):
-        self.optimizer.step()
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
 
 
 class Disguised(torch.optim.Optimizer):
@@ -967,7 +896,7 @@ def test_the_steps_that_accelerate_leaves_out_are_not_counted(given):
     for step in range(4):
         x, y = labelled_batch(step)
         (F.cross_entropy(model(x), y) / 4).backward()
-    close(found[0], "last.weight", "weight_grad", model.last.weight.grad)
+    assert_measured(found[0], "last.weight", "weight_grad", model.last.weight.grad)
 
 
 def test_the_scaler_of_a_wrapped_optimizer_need_not_be_given():
