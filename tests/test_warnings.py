@@ -82,7 +82,7 @@ def watched_in_vain(folder):
         watching.step()
 
 
-def store_of_a_killed_writer(folder):
+def _store_of_a_killed_writer(folder):
     """A store whose writer died when its rows were written and its index was not."""
     writer = hl.Store.create(folder / "store", rank=0)
     writer.append({"h": torch.ones(1, 2)})
@@ -91,12 +91,12 @@ def store_of_a_killed_writer(folder):
 
 
 def a_store_is_opened_that_was_cut(folder):
-    path = store_of_a_killed_writer(folder)
+    path = _store_of_a_killed_writer(folder)
     hl.Store.open(path)  # here
 
 
 def a_store_is_resumed_that_was_cut(folder):
-    path = store_of_a_killed_writer(folder)
+    path = _store_of_a_killed_writer(folder)
     hl.Store.create(path, rank=0, resume=True).close()  # here
 
 
