@@ -4,6 +4,7 @@ import random
 import signal
 import zlib
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,10 @@ from environment import ROOT
 from models import small
 
 from hookline import Store
+
+# No deadlines: the first example of a test may take as long as a busy machine lets it.
+hypothesis.settings.register_profile("hookline", deadline=None)
+hypothesis.settings.load_profile("hookline")
 
 # Their asserts show both sides, as those of test files do.
 pytest.register_assert_rewrite(

@@ -11,10 +11,10 @@ from models import perceptron
 from oracles import assert_clean, bits, weigh
 from torch import nn
 from tuner_hooks import (
+    CHANGED,
     FOLDERS,
     HOOK_KINDS,
     PORTS,
-    WORDS,
     assert_equal_nested,
     outcomes,
     register,
@@ -85,7 +85,7 @@ def test_files_are_named_by_value_iteration_batch_size_and_layer(folder):
 @pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_update_changes_what_the_original_changes(folder, kind, by):
     torch.manual_seed(2)
-    shape = (8, 5 if WORDS[kind] == "output" else 4)
+    shape = (8, 5 if CHANGED[kind] == "output" else 4)
     noise = {"number": 0.3, "tensor": torch.randn(shape), "row": torch.randn(shape[1]), "both": 1.7}
     values = torch.randn(shape) if by in ("values", "both") else None
 
@@ -102,7 +102,7 @@ def test_update_changes_what_the_original_changes(folder, kind, by):
 @pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_new_values_are_multiplied_by_the_noise(kind):
     model = perceptron()
-    shape = (8, 5 if WORDS[kind] == "output" else 4)
+    shape = (8, 5 if CHANGED[kind] == "output" else 4)
     register(Hooks(model, 2), kind, noise=3.0, values=torch.full(shape, 2.0))
     port = PORTS[kind]
     with hl.capture(model, f"2{port}") as record:
@@ -497,7 +497,7 @@ def test_the_shapes_are_those_that_new_values_need(kind, layer):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(36, 5), nn.Linear(5, 2))
     x = torch.zeros(2, 1, 5, 5, requires_grad=True)
     hooks = Hooks(model, layer)
-    shape = hooks.get_shape_of_layer(x)[WORDS[kind] == "output"]
+    shape = hooks.get_shape_of_layer(x)[CHANGED[kind] == "output"]
     values = torch.randn(2, shape) if layer == 2 else torch.randn(2, *shape)
     register(hooks, kind, values=values)
     port = PORTS[kind]
@@ -570,7 +570,7 @@ def test_neither_update_nor_visualize_is_an_error(kind):
 
 @pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_an_update_without_noise_and_values_is_an_error(kind):
-    model, word = perceptron(), WORDS[kind]
+    model, word = perceptron(), CHANGED[kind]
     method = getattr(Hooks(model, 2), f"register_{kind}")
     message = (
         rf"register_{kind} .* neither noise nor new values .* add_noise_{word}=True with noise"
@@ -593,7 +593,7 @@ def test_what_is_not_switched_on_is_left_out():
 @pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_a_wrong_shape_is_an_error_that_shows_both_sides(kind, wrong):
     model = perceptron()
-    features = 5 if WORDS[kind] == "output" else 4
+    features = 5 if CHANGED[kind] == "output" else 4
     given = {
         "values": {"values": torch.ones(8, 9)},
         "noise": {"noise": torch.ones(8, 9)},

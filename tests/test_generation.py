@@ -12,6 +12,7 @@ from language_models import (
     LENGTH,
     NEW,
     WIDTH,
+    WORDS,
     described,
     generate,
     padded_prompts,
@@ -21,7 +22,6 @@ from language_models import (
 from models import CellLoop
 from oracles import assert_clean, by_hand
 from torch import nn
-from tuner_hooks import WORDS
 
 import hookline as hl
 

@@ -13,6 +13,7 @@ from language_models import (
     LANGUAGE_MODELS,
     NEW,
     WIDTH,
+    WORDS,
     generate,
     padded_prompts,
     prompt,
@@ -21,7 +22,6 @@ from language_models import (
 from models import CellLoop
 from oracles import assert_clean, hooks_left, same_tensors
 from torch import nn
-from tuner_hooks import WORDS
 
 import hookline as hl
 

@@ -283,8 +283,9 @@ class TwiceOrNever(nn.Module):
 
 @pytest.mark.parametrize("dim", [-1, None])
 def test_top_samples_have_their_numbers_where_a_module_is_called_twice_or_not_at_all(dim):
-    data = torch.randn(30, 3).split(5)
-    model = TwiceOrNever()
+    rows = torch.randn(30, 3)
+    rows[::5, 0] = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.5, 1.5])  # below 0 it is not called
+    data, model = rows.split(5), TwiceOrNever()
     found = hl.measure(model, "act", statistics=[hl.TopK(dim=dim, k=4)], data=data)["act"]["topk"]
     seen = []
     handle = model.act.register_forward_hook(lambda *call: seen[-1].append(call[-1]))

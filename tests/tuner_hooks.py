@@ -11,7 +11,7 @@ FOLDERS = {
     "fbph": "saved_full_backward_prehook_gradients",
 }
 PORTS = {"fh": "", "fph": ":input", "fbh": ":grad_input", "fbph": ":grad_output"}
-WORDS = {"fh": "output", "fph": "input", "fbh": "input", "fbph": "output"}  # what updates change
+CHANGED = {"fh": "output", "fph": "input", "fbh": "input", "fbph": "output"}  # by updates
 
 
 def saved_files(folder):
@@ -48,7 +48,7 @@ def outcomes(model, data):
 
 def register(hooks, kind, *, noise=None, values=None, visualize=False, **more):
     """Register a hook of a kind, with the arguments that it has."""
-    word = WORDS[kind]
+    word = CHANGED[kind]
     given = {}
     if noise is not None:
         given |= {f"add_noise_{word}": True, f"noise_{word}": noise}
