@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture
 def seeded():
-    """The same weights every time."""
+    """Seed torch: the weights are the same every time."""
     torch.manual_seed(0)
 
 
@@ -41,14 +41,14 @@ def model():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of the test's own, in which it works."""
+    """Make a new folder the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(params=["GPT-2", "Llama"])
 def decoder(request):
-    """A tiny language model that continues texts, with the places that tests need."""
+    """A tiny decoder of transformers, with the places that tests need."""
     from language_models import described  # transformers is optional
 
     return described(request.param)
@@ -56,7 +56,7 @@ def decoder(request):
 
 @pytest.fixture
 def counted(tmp_path):
-    """A folder with a store of seven appends."""
+    """A folder with a store of seven appends, three samples each."""
     from stores import append_counted  # asserts of it are rewritten
 
     folder = tmp_path / "acts"
@@ -75,18 +75,18 @@ def data():
 
 @pytest.fixture
 def to(tmp_path):
-    """A folder that is not there yet, to write a store into."""
+    """The folder for a store. It does not exist yet."""
     return tmp_path / "acts"
 
 
 @pytest.fixture
 def benchmarks_are_importable(monkeypatch):
-    """The modules of the benchmarks can be imported."""
+    """Make the modules of the benchmarks importable."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 def pytest_runtest_setup(item):
-    """Random numbers that are a test's own, and the same at each run of it."""
+    """Seed all generators by the name of the test."""
     seed = zlib.crc32(item.nodeid.encode())
     torch.manual_seed(seed)
     np.random.seed(seed)

@@ -1,4 +1,4 @@
-"""Where and with what the tests run: the repository and the version of torch."""
+"""The repository that is tested, and the version of torch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Faults that a guard finds, for the tests of guards."""
+"""Guards, and the faults they find."""
 
 import math
 from collections.abc import Callable
@@ -13,12 +13,12 @@ INF = math.inf
 
 
 def guarded(model: nn.Module, **options: Any) -> hl.guard:
-    """A guard that writes nothing unless it is told where to."""
+    """Return a guard that writes nothing by default."""
     return hl.guard(model, **{"to": None} | options)
 
 
 def fault_in(run: Callable[[], Any], model: nn.Module, **options: Any) -> Any:
-    """The fault that a guard finds in a run."""
+    """Return the fault that a guard finds in a run."""
     with guarded(model, **options), pytest.raises(hl.NonFiniteError) as found:
         run()
     return found.value.fault
@@ -30,7 +30,7 @@ def fault_of(
     backward: bool | Callable[[Any], None] = False,
     **options: Any,
 ) -> Any:
-    """The fault that a guard finds in a call, and in its backward: by default that of the sum."""
+    """Return the fault that a guard finds in a call and, if asked, in its backward."""
 
     def step() -> None:
         output = model(*args)

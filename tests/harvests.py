@@ -1,4 +1,4 @@
-"""Data of harvests, and what harvests are compared with."""
+"""Data for harvests, and checks of their results."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ LENGTHS = [3, 1, 5, 2, 4, 4, 0, 6, 2]
 
 
 def texts(lengths: list[int], sizes: int = 4) -> list[dict[str, Tensor]]:
-    """Batches of padded sequences, each as long as its longest one."""
+    """Return batches of padded sequences, each as long as its longest one."""
     torch.manual_seed(2)
     batches = []
     for start in range(0, len(lengths), sizes):
@@ -30,11 +30,11 @@ def texts(lengths: list[int], sizes: int = 4) -> list[dict[str, Tensor]]:
 
 
 class Stopped(Exception):
-    """Ends a harvest from its data."""
+    """Raised by data to end a harvest."""
 
 
 def failing_after(batches: Iterable[Any], after: int) -> Iterator[Any]:
-    """The batches until an error comes."""
+    """Yield some batches, then raise Stopped."""
     for number, batch in enumerate(batches):
         if number == after:
             raise Stopped
@@ -42,18 +42,18 @@ def failing_after(batches: Iterable[Any], after: int) -> Iterator[Any]:
 
 
 def as_function(batches: list[Any]) -> Callable[[int], Iterator[Any]]:
-    """Data that is asked for from a batch on, and that does not say how long it is."""
+    """Return data as a function of the first batch. It has no length."""
     return lambda first: iter(batches[first:])
 
 
 def ids_of(batch: Tensor) -> Tensor:
-    """Ids of rows, made of what stands in them."""
+    """Return ids of rows, made of their bits."""
     return batch[:, 0].view(torch.int32)
 
 
 @contextmanager
 def as_rank(rank: int, world: int) -> Iterator[None]:
-    """Make this process one of several ranks."""
+    """Make this process one of several ranks, by environment variables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(rank))
         patch.setenv("WORLD_SIZE", str(world))
@@ -61,7 +61,7 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
 
 
 def assert_rows(store: hl.Store, expected: dict[str, Tensor]) -> None:
-    """A store has these rows, bit for bit."""
+    """Check that a store has these rows, bit for bit."""
     for place, rows in expected.items():
         assert store[place].dtype == rows.dtype
         assert store[place].shape == rows.shape
@@ -69,7 +69,7 @@ def assert_rows(store: hl.Store, expected: dict[str, Tensor]) -> None:
 
 
 def check_mean(folder: Path, store: hl.Store, place: str = "0") -> hl.Measurements:
-    """The mean that was measured beside a store is that of its rows."""
+    """Check the mean that was measured during a harvest against the rows."""
     found = hl.Measurements.load(folder / "statistics")
     rows = store[place].to_numpy().astype("float64")
     np.testing.assert_allclose(found[place]["mean"].numpy(), rows.mean(0), rtol=1e-12, atol=1e-15)
@@ -78,7 +78,7 @@ def check_mean(folder: Path, store: hl.Store, place: str = "0") -> hl.Measuremen
 
 
 def same_stores(store: hl.Store, whole: hl.Store, samples: int) -> None:
-    """The first samples of two stores are the same, bit for bit."""
+    """Check that the first samples of two stores are equal, bit for bit."""
     if not samples:
         return
     assert store.ids == whole.ids[:samples]

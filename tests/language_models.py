@@ -55,7 +55,7 @@ LANGUAGE_MODELS = {
 
 
 def tiny(name):
-    """A tiny model whose words differ: with the usual small weights, one word wins always."""
+    """Return a tiny model with large weights: with small ones it repeats one word."""
     torch.manual_seed(0)
     model = LANGUAGE_MODELS[name].make().eval()
     for parameter in model.parameters():
@@ -65,24 +65,24 @@ def tiny(name):
 
 
 def described(name):
-    """A tiny model with the places that tests need."""
+    """Return a tiny model with the places that tests need."""
     return SimpleNamespace(**vars(LANGUAGE_MODELS[name]), model=tiny(name))
 
 
 def prompt(batch=2, seed=0):
-    """Tokens of which none is special."""
+    """Return prompts without special tokens."""
     return torch.randint(3, WORDS, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 def generate(model, ids=None, **options):
-    """Exactly NEW words after a prompt, whatever the model would like to end with."""
+    """Generate exactly NEW words after a prompt."""
     ids = prompt() if ids is None else ids
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
     return model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, **options)
 
 
 def padded_prompts(side):
-    """Two prompts of 3 and 6 tokens in one batch, with its mask."""
+    """Return two prompts of 3 and 6 tokens in one batch, and its mask."""
     ids, mask = prompt(), torch.ones(2, LENGTH, dtype=torch.long)
     if side == "left":
         ids[0] = torch.cat([torch.zeros(3, dtype=torch.long), ids[0, :3]])

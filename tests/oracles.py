@@ -1,4 +1,12 @@
-"""What several test files check: that nothing is left behind."""
+"""What tests compare with: hooks written by hand, bits, numpy, and the state before.
+
+- `assert_clean`, `hooks_left`, `assert_clean_of_ours`: nothing is left behind
+- `bits`, `state_bits`, `assert_same_state`, `same_tensors`: equality bit for bit
+- `work_of`, `objects_alive`: the cost of a call in lines of Python, and in objects
+- `cut`, `recorded`, `FOLLOWING`: gradients by cutting the graph
+- `by_hand`, `rows_by_hand`: the values that hooks of torch see
+- `assert_near_numpy`: results of statistics
+"""
 
 import gc
 import json
@@ -17,6 +25,8 @@ from torch import nn
 
 import hookline as hl
 
+# -- what is left behind --------------------------------------------------------------------------
+
 HOOK_DICTS = (
     "_forward_hooks",
     "_forward_hooks_always_called",
@@ -33,7 +43,7 @@ HOOK_DICTS = (
 
 
 def hooks_left(model: nn.Module) -> list[str]:
-    """Every hook that is on a module, parameter or buffer of a model, by its address."""
+    """Return the address of every hook on a module, parameter or buffer of a model."""
     found = [
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -46,31 +56,13 @@ def hooks_left(model: nn.Module) -> list[str]:
 
 
 def assert_clean(*models: nn.Module) -> None:
-    """No hook is left in any hook dict of any module, nor on a parameter or buffer."""
+    """Check that no hook is left on any module, parameter or buffer."""
     for model in models:
         assert hooks_left(model) == []
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: NaN payloads and the sign of zero count."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
-
-
-def state_bits(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The bytes of all parameters and buffers."""
-    return {name: bits(tensor) for name, tensor in model.state_dict().items()}
-
-
-def assert_same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """All parameters and buffers are bit for bit what `state_bits` saw, in the same order."""
-    after = state_bits(model)
-    assert list(after) == list(before)
-    for name, expected in before.items():
-        assert torch.equal(after[name], expected), name
-
-
 def assert_clean_of_ours(model: nn.Module) -> None:
-    """No hook of ours is left. There may be hooks of torch, as on lazy and on sharded modules."""
+    """Check that no hook of hookline is left, where torch has hooks of its own."""
     assert not hl.attached(model)
     for module in model.modules():
         hooks = {**module._forward_hooks, **module._forward_pre_hooks}
@@ -79,27 +71,40 @@ def assert_clean_of_ours(model: nn.Module) -> None:
         assert not parameter._backward_hooks
 
 
+# -- bits -----------------------------------------------------------------------------------------
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor: they tell NaN payloads and the sign of zero apart."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+def state_bits(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the bytes of all parameters and buffers."""
+    return {name: bits(tensor) for name, tensor in model.state_dict().items()}
+
+
+def assert_same_state(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Check that all parameters and buffers are bit for bit what `state_bits` returned."""
+    after = state_bits(model)
+    assert list(after) == list(before)
+    for name, expected in before.items():
+        assert torch.equal(after[name], expected), name
+
+
 def same_tensors(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Whether these are as many tensors with the same values."""
+    """Return True if both have as many tensors, with the same values."""
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-def rewrite_json(path: Path, change: Callable[[Any], object]) -> None:
-    """Change what a JSON file says, in place."""
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-class Killed(BaseException):
-    """Ends a writer as kill -9 does: no `except Exception` catches it."""
+# -- work and memory -------------------------------------------------------------------------------
 
 
 def work_of(function: Callable[[], object]) -> int:
-    """Count the lines that Python runs in a function and in all that it calls.
+    """Count the lines of Python that run in a function and in everything it calls.
 
-    A line counts again with each turn of a loop. The number is the same in every run, where a
-    time would be noisy. Single instructions are not: Python 3.13 misses some of the first call.
+    A line counts once for each time it runs. Unlike a time, the number is the same in every run.
+    Bytecode instructions are not counted: Python 3.13 misses some of the first call.
     """
     count = 0
 
@@ -108,7 +113,7 @@ def work_of(function: Callable[[], object]) -> int:
         count += event == "line"
         return note
 
-    gc.disable()  # else other objects' finalizers are counted
+    gc.disable()  # finalizers of other objects must not be counted
     before = sys.gettrace()
     sys.settrace(note)
     try:
@@ -120,7 +125,7 @@ def work_of(function: Callable[[], object]) -> int:
 
 
 def objects_alive() -> int:
-    """How many objects Python's garbage collector knows, once it has run."""
+    """Return the number of objects that the garbage collector tracks after a collection."""
     gc.collect()
     return len(gc.get_objects())
 
@@ -129,7 +134,7 @@ def objects_alive() -> int:
 
 
 def cut(module, inputs, rest):
-    """The gradient at the output and those at the inputs; `rest` makes a loss of the output."""
+    """Return the gradient at the output and those at the inputs; `rest` computes the loss."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     output = module(*leaves)
     leaf = output.detach().clone().requires_grad_()
@@ -138,7 +143,7 @@ def cut(module, inputs, rest):
 
 
 def recorded(module, inputs, rest, *places, **options):
-    """A record of one forward and backward on inputs that other operations have made."""
+    """Record one forward and backward, on inputs that other operations have made."""
     made = [x.detach().clone().requires_grad_() * 1 for x in inputs]
     with hl.capture(module, *places, **options) as record:
         rest(module(*made)).backward()
@@ -147,16 +152,16 @@ def recorded(module, inputs, rest, *places, **options):
 
 
 def weigh(y):
-    """A loss whose gradient differs from element to element."""
+    """Compute a loss whose gradient differs from element to element."""
     return (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum()
 
 
 def after(change):
-    """From an output to a loss, by way of an in-place change that is not linear."""
+    """Return a loss of the output after an in-place change, and not a linear one."""
 
     def rest(y):
         change(y)
-        return weigh(y * y)  # not a function whose last bit depends on the strides
+        return weigh(y * y)  # the last bit of other functions depends on the strides
 
     return rest
 
@@ -175,7 +180,7 @@ FOLLOWING = {
 
 
 def assert_exact_or_refused(record, place, expected, because) -> None:
-    """The record has this gradient, or reading it raises and gives the reason."""
+    """Check that a record has this gradient, or that reading it raises with the reason."""
     try:
         found = record[place]
     except hl.GradientNotAvailable as error:
@@ -191,10 +196,10 @@ def assert_exact_or_refused(record, place, expected, because) -> None:
 
 @dataclass
 class Seen:
-    """What hooks written by hand see of modules: by path, one value for each call."""
+    """The values that hooks written by hand see: for each path, one value per call."""
 
-    result: Any = None  # of the run
-    order: list[str] = field(default_factory=list)  # the paths, as the calls ended
+    result: Any = None  # what the run returned
+    order: list[str] = field(default_factory=list)  # the paths, in the order in which calls end
     inputs: dict[str, list[Any]] = field(default_factory=dict)
     outputs: dict[str, list[Any]] = field(default_factory=dict)
     grad_outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -206,24 +211,18 @@ class Seen:
         return {f"{path}{port}": ports[port][path] for port in ports for path in ports[port]}
 
 
-def copied(value: Any) -> Any:
-    """A copy of a tensor; any other value as it is."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
 def by_hand(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
     paths: Iterable[str] | None = None,
-    *,
     gradients: bool = False,
-    keep: Callable[[Any], Any] = copied,
 ) -> Seen:
-    """Run a model under hooks written by hand, on all modules or on those at some paths."""
+    """Run a model with hooks written by hand, on all modules or on those at `paths`."""
     seen, handles = Seen(), []
 
     def note(values: dict[str, list[Any]], path: str, value: Any) -> None:
-        values.setdefault(path, []).append(keep(value))
+        copy = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        values.setdefault(path, []).append(copy)
 
     def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         for first in [*args, *kwargs.values()][:1]:
@@ -250,7 +249,7 @@ def by_hand(
 
 @torch.no_grad()
 def rows_by_hand(model: nn.Module, batches: Iterable[Any], *paths: str) -> dict[str, torch.Tensor]:
-    """The outputs of modules over all batches, joined along the first dimension."""
+    """Return the outputs of modules over all batches, joined along the first dimension."""
     seen = by_hand(model, lambda model: [model(batch) for batch in batches], paths)
     return {path: torch.cat(seen.outputs[path]) for path in paths}
 
@@ -259,12 +258,26 @@ def rows_by_hand(model: nn.Module, batches: Iterable[Any], *paths: str) -> dict[
 
 
 def parts_of(result):
-    """The parts of a result of a statistic, which has one or several."""
+    """Return the parts of the result of a statistic, as a list."""
     return list(result) if isinstance(result, tuple) else [result]
 
 
 def assert_near_numpy(result, expected, **more):
-    """A result of a statistic is what numpy gives, up to rounding in double precision."""
+    """Check that the result of a statistic is that of numpy, up to rounding."""
     for own, other in zip(parts_of(result), parts_of(expected), strict=True):
         other = torch.as_tensor(np.asarray(other))
         torch.testing.assert_close(own, other, rtol=1e-11, atol=1e-11, equal_nan=True, **more)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def rewrite_json(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the content of a JSON file in place."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+class Killed(BaseException):
+    """End a writer as kill -9 does: no `except Exception` catches it."""

@@ -1,4 +1,4 @@
-"""Stores whose samples are known, and what may happen to their files."""
+"""Stores with known samples, and ways to break their files."""
 
 import json
 import zlib
@@ -22,7 +22,7 @@ DTYPES = [
 
 
 def random_bits(shape, dtype):
-    """Any bit pattern: NaNs with payloads too."""
+    """Return random bit patterns, with NaN payloads among them."""
     if dtype == torch.bool:
         return torch.rand(shape) > 0.5
     size = torch.empty((), dtype=dtype).element_size()
@@ -30,7 +30,7 @@ def random_bits(shape, dtype):
 
 
 def same_bits(a, b):
-    """Same shape, dtype and bits."""
+    """Return True if shape, dtype and bits are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a.numel() == 0 or torch.equal(
@@ -39,7 +39,7 @@ def same_bits(a, b):
 
 
 def sample(k):
-    """What sample k of a counted store is: a row, and k % 4 rows of varying length."""
+    """Return sample k of a counted store: a row, and k % 4 rows of varying length."""
     return torch.full((3,), float(k)), torch.full((k % 4, 2), k, dtype=torch.int32)
 
 
@@ -52,7 +52,7 @@ def append_counted(writer, count=3):
 
 
 def check_counted(folder, samples):
-    """A counted store holds just these samples, and safetensors reads every file of it."""
+    """Check that a counted store holds exactly these samples, in files of safetensors."""
     store = Store.open(folder)
     assert len(store) == samples
     if samples:
@@ -67,7 +67,7 @@ def check_counted(folder, samples):
 
 
 def check_files(folder):
-    """safetensors reads every file of a store."""
+    """Check that safetensors reads every file of a store."""
     for path in Path(folder).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():
@@ -75,7 +75,7 @@ def check_files(folder):
 
 
 def rewrite_index(folder, change, rank=0):
-    """Change an index as someone would who knows about its checksum."""
+    """Change an index and its checksum."""
     path = Path(folder) / f"rank{rank:05d}.index.json"
     content = json.loads(path.read_text())
     change(content)
@@ -85,20 +85,20 @@ def rewrite_index(folder, change, rank=0):
 
 
 def shard_of(folder, place, part="rows"):
-    """The last file that holds values of a place."""
+    """Return the last file that holds values of a place."""
     index = json.loads((folder / "rank00000.index.json").read_text())
     series = next(s for s in index["series"] if (s["place"], s["part"]) == (place, part))
     return folder / f"rank00000-{series['shards'][-1]:05d}.safetensors"
 
 
 def patch_write_at(monkeypatch, function):
-    """Let stores write with another function; it is bound in the files that use it."""
+    """Replace the function with which stores write, in each module that uses it."""
     for module in (store_files, store_shards):
         monkeypatch.setattr(module, "write_at", function)
 
 
 def breaking(monkeypatch, after, error, half):
-    """Let the n-th write to a shard fail, after half of its bytes if asked; gives a counter."""
+    """Make the n-th write to a shard fail, optionally after half of it. Return a counter."""
     calls = [0]
 
     def write_at(file, data, place, real=operating_system.write_at):
@@ -114,7 +114,7 @@ def breaking(monkeypatch, after, error, half):
 
 
 def killed_before_the_commit(writer, values):
-    """Let a writer die when its rows and headers are written and the index is not."""
+    """Kill a writer after it has written rows and headers, and before the index."""
 
     def die(*_):
         raise Killed
@@ -128,5 +128,5 @@ def killed_before_the_commit(writer, values):
 
 
 def entry(shape, end, dtype="F32", start=0, name="h.3"):
-    """What a header of safetensors says of one tensor."""
+    """Return the entry of one tensor in a header of safetensors."""
     return {name: {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}}

@@ -1,4 +1,4 @@
-"""Trainings to be watched, and what the numbers of a watch are compared with."""
+"""Trainings to watch, and the oracle for the measured numbers."""
 
 import numpy as np
 import pytest
@@ -8,14 +8,14 @@ from torch.nn import functional as F
 
 
 def labelled_batch(step, size=16):
-    """The rows of a step and their labels, the same every time."""
+    """Return the rows and labels of a step, the same every time."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(size, 6, generator=generator)
     return x, torch.randint(0, 3, (size,), generator=generator)
 
 
 def train(model, optimizer, steps, parts=1, after=None, first=0):
-    """Train, and give the bits of all outputs, gradients, parameters and buffers."""
+    """Train, and return copies of all outputs, gradients, parameters and buffers."""
     seen = []
     for step in range(first, first + steps):
         x, y = labelled_batch(step)
@@ -33,14 +33,14 @@ def train(model, optimizer, steps, parts=1, after=None, first=0):
 
 
 def fresh(seed=0, make=NormDropoutResidual, **options):
-    """A model with the same weights every time, and its optimizer."""
+    """Return a model with the same weights every time, and its optimizer."""
     torch.manual_seed(seed)
     model = make()
     return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, **options)
 
 
 def assert_measured(measured, place, kind, values, **tolerance):
-    """Compare what was measured with the values themselves."""
+    """Check measured statistics against the values themselves."""
     found = measured[place, kind]
     values = torch.as_tensor(values).detach().double().numpy()
     expected = {
@@ -52,7 +52,7 @@ def assert_measured(measured, place, kind, values, **tolerance):
 
 
 class OptimizerWrapper:
-    """A wrapper of an optimizer that is none itself."""
+    """Wraps an optimizer without being one."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer

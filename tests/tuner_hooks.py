@@ -1,4 +1,4 @@
-"""The hooks of torch-tuner: what each kind is called, saves and changes."""
+"""The kinds of hooks of torch-tuner: their names, folders, ports, and registration."""
 
 import torch
 from oracles import weigh
@@ -15,7 +15,7 @@ CHANGED = {"fh": "output", "fph": "input", "fbh": "input", "fbph": "output"}  # 
 
 
 def saved_files(folder):
-    """All files in a folder by name, with what is in them."""
+    """Return the tensors of all files in a folder, by name."""
     return {
         file.relative_to(folder).as_posix(): torch.load(file, weights_only=True)
         for file in sorted(folder.rglob("*.pt"))
@@ -23,18 +23,18 @@ def saved_files(folder):
 
 
 def saved_names(folder):
-    """The names of these files, without their folders."""
+    """Return the names of all files, without their folders."""
     return [name.rpartition("/")[2] for name in saved_files(folder)]
 
 
 def row_batches(*sizes):
-    """Batches of so many rows each, the same every time."""
+    """Return batches of the given sizes, the same every time."""
     torch.manual_seed(1)
     return [torch.randn(size, 3) for size in sizes]
 
 
 def outcomes(model, data):
-    """Forward and backward for each batch; everything that came out."""
+    """Run forward and backward for each batch. Return all outputs and gradients."""
     found = []
     for batch in data:
         x = batch.clone().requires_grad_()
@@ -47,7 +47,7 @@ def outcomes(model, data):
 
 
 def register(hooks, kind, *, noise=None, values=None, visualize=False, **more):
-    """Register a hook of a kind, with the arguments that it has."""
+    """Register a hook of a kind, with the arguments that this kind takes."""
     word = CHANGED[kind]
     given = {}
     if noise is not None:
@@ -59,7 +59,7 @@ def register(hooks, kind, *, noise=None, values=None, visualize=False, **more):
 
 
 def assert_equal_nested(one, other):
-    """Tensors, or tuples of them, are equal."""
+    """Check that tensors, or tuples of them, are equal."""
     if isinstance(other, tuple):
         assert isinstance(one, tuple)
         assert len(one) == len(other)
