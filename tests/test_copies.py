@@ -252,7 +252,7 @@ def test_modules_that_share_their_hook_dicts_are_each_captured(places, port):
 
 
 def send_saved(model, pipe):
-    """Save a model inside a capture, and send what was saved to the other process."""
+    """Pickle a model inside a capture, and send it to the other process."""
     for _ in range(5):
         hl.capture(nn.Identity(), "").attach().remove()
     with hl.capture(model, ""):
@@ -261,8 +261,7 @@ def send_saved(model, pipe):
 
 
 def test_a_model_that_a_forked_process_saved_inside_a_capture_can_be_captured():
-    # A forked process numbers its hooks from where its parent stands: the numbers of the hooks that
-    # it saves are those that the parent gives next.
+    # A forked process and its parent give the same numbers to their next hooks.
     model, forking = nn.Linear(3, 3), multiprocessing.get_context("fork")
     ours, theirs = forking.Pipe(duplex=False)
     child = forking.Process(target=send_saved, args=(model, theirs), daemon=True)

@@ -1,11 +1,11 @@
-"""The mechanism behind captures, edits and hooks, which no other test file knows.
+"""The mechanism of captures, edits and hooks: what no other test file may know.
 
-Whoever replaces the engine rewrites this file. All other tests compare values, errors, memory and
-what is left behind, and hold for any engine.
+This file changes with the engine. All other tests compare values, errors, memory and what is left
+behind, and hold for any engine.
 
-- on modules: which hooks stand in the hook dicts while a context is open
-- on tensors: hooks that are put on without `Tensor.register_hook`
-- compiled models: what the compiler of torch needs of our hooks, and the settings that are shared
+- on modules: the entries in hook dicts while a context is open
+- on tensors: hooks that are registered without `Tensor.register_hook`
+- compiled models: bytecode of hooks that dynamo can rewrite, and locks of process-wide settings
 """
 
 import dis
@@ -29,7 +29,7 @@ X = torch.arange(12.0).reshape(4, 3) / 10
 
 
 def membership(module):
-    """How many hooks stand in each hook dict of a module."""
+    """Return the number of entries in each hook dict of a module."""
     names = (
         "_forward_hooks",
         "_forward_hooks_with_kwargs",
@@ -102,7 +102,7 @@ def test_a_module_that_is_asked_for_twice_has_one_hook(order):
 
 def test_gradients_of_layers_of_torch_need_no_hook_before_a_call():
     class Own(nn.Linear):
-        """Of which it is not known that its output is a new tensor."""
+        """A class of the user. Its output need not be a new tensor."""
 
     model = nn.Sequential(nn.Linear(3, 3), nn.SiLU(), Own(3, 3))
     with hl.capture(model, "*:grad_output"):
@@ -137,8 +137,8 @@ def test_a_hook_that_is_put_on_a_tensor_directly_is_like_a_registered_one(before
 
 
 def test_the_hook_of_a_log_has_no_jump_that_torch_cannot_rewrite():
-    # Where one is so long that it takes two instructions, the compiler of torch 2.13 may raise
-    # "exception table entry start instruction has no offset".
+    # A jump that needs EXTENDED_ARG can make dynamo of torch 2.13 raise "exception table entry
+    # start instruction has no offset".
     layer = nn.Linear(3, 3)
     with hl.capture(layer, "", keep="last"):
         (hook,) = layer._forward_hooks.values()
@@ -149,7 +149,7 @@ def test_the_hook_of_a_log_has_no_jump_that_torch_cannot_rewrite():
 def test_threads_that_give_up_a_lock_that_an_interrupt_left_go_on_to_the_same_one():
     waiting = threading.Barrier(4)
 
-    class Left:  # held for ever
+    class Left:  # never released
         def acquire(self, timeout):
             waiting.wait(timeout=60)
             return False

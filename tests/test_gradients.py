@@ -56,7 +56,7 @@ def told(record, place):
 @pytest.mark.parametrize("made", [*MAKERS, *VIEWERS, "identity", "a parameter"])
 @pytest.mark.parametrize("place", [":grad_output", ":grad_input"])
 def test_a_place_asked_for_alone_tells_the_same_as_with_others(made, following, place):
-    # The user's own hook on the module makes every call one with something unusual about it.
+    # A hook of the user excludes every shortcut for plain layers.
     others = {"identity": (nn.Identity, (2, 4)), "a parameter": (Returning, (2, 4))}
     make, shapes = (MAKERS | VIEWERS | others)[made]
     shapes = shapes if isinstance(shapes[0], tuple) else [shapes]
@@ -845,13 +845,12 @@ WAYS = [
 ]  # fmt: skip
 
 
-# What is known of the layers of torch is not known of classes that a user derives from them.
 class OwnLinear(nn.Linear):
-    """A class of the user, of which it is not known that its output is a new tensor."""
+    """A class of the user. Unlike that of nn.Linear, its output need not be a new tensor."""
 
 
 class OwnSiLU(nn.SiLU):
-    """The same for a module without parameters."""
+    """The same without parameters."""
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (4, 2, 3)], ids=["made", "view"])

@@ -253,7 +253,7 @@ def test_stop_ends_a_checkpointed_forward_and_training_goes_on(mode):
 
 
 def regions_alive():
-    """What torch keeps of each checkpointed region as long as its graph is alive."""
+    """Return what torch keeps of each checkpointed region as long as its graph is alive."""
     gc.collect()
     kinds = ("_CheckpointFrame", "CheckpointFunctionBackward")
     return [thing for thing in gc.get_objects() if type(thing).__name__ in kinds]
@@ -267,7 +267,7 @@ def test_no_region_is_kept_alive_by_an_attached_edit(mode):
         for _ in range(5):
             run_in(mode)(model, X.clone().requires_grad_()).sum().backward()
     assert min(found) >= 1
-    # A recomputation that torch ended early is known only at the next call.
+    # A recomputation that torch ends early is noticed at the next call.
     assert len(regions_alive()) <= 1
     handle.remove()
     assert not regions_alive()
