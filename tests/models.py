@@ -336,6 +336,13 @@ def hidden_states(length: int = 5) -> torch.Tensor:
     return torch.randn(2, length, 8)
 
 
+class SelfAttention(nn.Module):
+    """Causal attention of its input with itself, by the kernel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
 class PackedAttentionBlock(nn.Module):
     """A transformer block with one projection for query, key and value."""
 

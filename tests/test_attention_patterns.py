@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from models import hidden_states
+from models import SelfAttention, hidden_states
 from oracles import assert_clean, hooks_left, work_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -827,10 +827,6 @@ def test_generation_with_a_cache_has_one_query_a_step_and_keys_that_grow(name):
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), checkpoint_wrapper])
 @pytest.mark.parametrize("asked", [None, "0"])
 def test_a_wrapped_module_has_its_pattern_under_its_own_name(wrap, asked):
-    class SelfAttention(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
     model, (x, _) = nn.Sequential(SelfAttention(), nn.ReLU()), query_and_key()
     model[0] = wrap(model[0])
     with hl.attention(model, asked) as patterns:

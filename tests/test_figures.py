@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from models import SelfAttention
 from torch import nn
 from torch.nn import functional as F
 
@@ -427,11 +428,7 @@ def test_attention_maps_of_several_places_have_a_row_each_and_chosen_heads():
 
 
 def test_attention_maps_are_drawn_from_patterns_and_labelled_with_tokens():
-    class Attention(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    model = nn.Sequential(Attention())
+    model = nn.Sequential(SelfAttention())
     with hl.attention(model) as patterns:
         model(torch.randn(1, 2, 4, 8))
     figure = renders(figures.attention_maps(patterns, "0", tokens=["the", "$cat$", "sat", "."]))

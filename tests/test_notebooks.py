@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imread
+from models import SelfAttention
 from torch import nn
-from torch.nn import functional as F
 
 import hookline as hl
 from hookline.pages.thumbnails import bars, extent, thumbnail
@@ -341,11 +341,7 @@ def test_a_store_a_recipe_and_measurements_have_pictures(tmp_path):
 
 
 def test_attention_patterns_have_pictures_of_their_heads():
-    class Attention(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    model = nn.Sequential(Attention())
+    model = nn.Sequential(SelfAttention())
     with hl.attention(model) as patterns:
         model(torch.randn(2, 2, 6, 4))
     (picture,) = pixels(patterns._repr_html_())
