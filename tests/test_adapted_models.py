@@ -9,7 +9,7 @@ import accelerate
 import peft
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, bits, state_bits
+from oracles import assert_clean, assert_same_state, bits, state_bits
 from torch import nn
 from torchao.quantization import (
     Int8DynamicActivationInt8WeightConfig,
@@ -21,7 +21,7 @@ from torchao.quantization import (
 import hookline as hl
 
 
-class Net(nn.Module):
+class NormedNet(nn.Module):
     """Layers and a norm with buffers, and a list of parameters that is used by the model itself."""
 
     def __init__(self):
@@ -41,7 +41,7 @@ X = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 def plain():
     """A model in memory, with running statistics that are not those of the beginning."""
     torch.manual_seed(0)
-    model = Net()
+    model = NormedNet()
     model(X)
     return model.eval()
 
@@ -52,7 +52,7 @@ def plain():
 def on_disk(model, folder):
     offloaded = accelerate.disk_offload(
         model, folder, execution_device="cpu", offload_buffers=True,
-        preload_module_classes=["Net"],
+        preload_module_classes=["NormedNet"],
     )  # fmt: skip
     return offloaded
 
@@ -66,7 +66,7 @@ def half_on_disk(model, folder):
 
 def on_cpu(model, folder):
     return accelerate.cpu_offload(
-        model, execution_device="cpu", offload_buffers=True, preload_module_classes=["Net"]
+        model, execution_device="cpu", offload_buffers=True, preload_module_classes=["NormedNet"]
     )
 
 
@@ -213,7 +213,7 @@ def test_a_harvest_does_not_go_on_with_other_offloaded_weights(plain, tmp_path):
     other = copy.deepcopy(plain)
     nn.init.zeros_(other.head.weight)
     for model in (plain, other):
-        accelerate.cpu_offload(model, execution_device="cpu", preload_module_classes=["Net"])
+        accelerate.cpu_offload(model, execution_device="cpu", preload_module_classes=["NormedNet"])
     hl.harvest(plain, [X], "block", to=tmp_path / "store", quiet=True)
     with pytest.raises(hl.HarvestError, match="weights or modules are others"):
         hl.harvest(other, [X], "block", to=tmp_path / "store", quiet=True)
@@ -221,7 +221,7 @@ def test_a_harvest_does_not_go_on_with_other_offloaded_weights(plain, tmp_path):
 
 def test_a_harvest_of_a_model_without_data_is_refused(tmp_path):
     with torch.device("meta"):
-        model = Net()
+        model = NormedNet()
     with pytest.raises(hl.HarvestError, match=r"meta device, without data.*Load its weights"):
         hl.harvest(model, [X], "block", to=tmp_path / "store", quiet=True)
 

@@ -4,17 +4,16 @@ import functools
 
 import pytest
 import torch
-from helpers import assert_clean
 from models import Giving
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl
-from hookline.engine.arguments import bind
 
 ONE, TWO, THREE = (torch.tensor([float(n)]) for n in (1, 2, 3))
 
 
-class Block(nn.Module):
+class TensorsAndOptions(nn.Module):
     """Two tensors and two options, any of them by name."""
 
     def forward(self, hidden, attention_mask=None, scale=1.0, *, causal=False):
@@ -35,7 +34,7 @@ each_way = pytest.mark.parametrize(("args", "kwargs"), WAYS.values(), ids=list(W
 
 @each_way
 def test_inputs_are_captured_by_name_however_they_are_passed(args, kwargs):
-    block = Block()
+    block = TensorsAndOptions()
     where = [":input", ":inputs", ":inputs[attention_mask]", ":inputs[hidden]"]
     with hl.capture(block, *where) as record:
         out = block(*args, **kwargs)
@@ -54,7 +53,7 @@ def test_inputs_are_captured_by_name_however_they_are_passed(args, kwargs):
 @each_way
 @pytest.mark.parametrize("place", [":input", ":inputs[hidden]", ":inputs[attention_mask]"])
 def test_inputs_are_edited_by_name_and_the_rest_is_passed_on(args, kwargs, place):
-    block = Block()
+    block = TensorsAndOptions()
     with hl.edit(block, place, hl.replace(7.0)):
         out = block(*args, **kwargs)
     hidden, mask = (ONE, 7) if place.endswith("mask]") else (7, TWO)
@@ -68,7 +67,7 @@ def test_inputs_are_edited_by_name_and_the_rest_is_passed_on(args, kwargs, place
 
 @each_way
 def test_all_inputs_are_edited_as_a_dict(args, kwargs):
-    block = Block()
+    block = TensorsAndOptions()
 
     def change(inputs):
         return {name: v + 1 if name == "hidden" else v for name, v in inputs.items()}
@@ -81,7 +80,7 @@ def test_all_inputs_are_edited_as_a_dict(args, kwargs):
 
 
 def test_a_hook_may_add_an_argument_that_was_not_passed():
-    block = Block()
+    block = TensorsAndOptions()
     with hl.hook(
         block, ":inputs", lambda inputs: {**inputs, "attention_mask": TWO, "causal": True}
     ):
@@ -92,7 +91,7 @@ def test_a_hook_may_add_an_argument_that_was_not_passed():
 
 @pytest.mark.parametrize("change", [lambda inputs: {}, lambda inputs: 3])
 def test_what_is_no_set_of_arguments_is_refused_with_the_place(change):
-    block = Block()
+    block = TensorsAndOptions()
     with pytest.raises(hl.HooklineError, match=r":inputs|hidden"):
         with hl.hook(block, ":inputs", change):
             block(ONE)
@@ -100,7 +99,7 @@ def test_what_is_no_set_of_arguments_is_refused_with_the_place(change):
 
 
 def test_an_argument_left_at_its_default_is_told_with_those_that_were_passed():
-    block = Block()
+    block = TensorsAndOptions()
     with pytest.raises(
         hl.NeverFired, match=r"hidden.*not .attention_mask|'attention_mask' was passed, only hidden"
     ):
@@ -224,7 +223,7 @@ def test_nested_arguments_are_edited_without_touching_the_callers_own():
 
 
 def test_the_order_of_edits_of_the_same_arguments_is_the_order_of_entering():
-    block = Block()
+    block = TensorsAndOptions()
     with (
         hl.edit(block, ":input", hl.add(1.0)),
         hl.edit(block, ":inputs[hidden]", hl.scale(3.0)),
@@ -262,7 +261,7 @@ class Inherited(Decorated):
 
 
 def own_forward() -> nn.Module:
-    module = Block()
+    module = TensorsAndOptions()
     module.forward = lambda hidden, mask=None: hidden
     return module
 
@@ -293,7 +292,10 @@ def test_two_instances_with_forwards_of_their_own_do_not_share_names():
 
 
 def test_the_arguments_of_torchs_own_modules_have_their_names():
-    assert bind(nn.Bilinear(1, 1, 1), (ONE,), {"input2": TWO}) == {"input1": ONE, "input2": TWO}
+    bilinear = nn.Bilinear(1, 1, 1)
+    with hl.capture(bilinear, ":inputs") as record:
+        bilinear(ONE, input2=TWO)
+    assert record[":inputs"] == {"input1": ONE, "input2": TWO}
     attention = nn.MultiheadAttention(4, 2)
     x = torch.ones(2, 1, 4)
     with hl.capture(attention, ":inputs[key]", ":inputs[need_weights]") as record:

@@ -13,7 +13,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean, hooks_left, steps
+from models import SelfAttention, hidden_states
+from oracles import assert_clean, hooks_left, work_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -39,7 +40,7 @@ class Kernel(nn.Module):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-def tensors(queries=5, keys=5, heads=4, kv_heads=4, dtype=torch.float32, batch=(2,)):
+def query_and_key(queries=5, keys=5, heads=4, kv_heads=4, dtype=torch.float32, batch=(2,)):
     torch.manual_seed(0)
     query = torch.randn(*batch, heads, queries, 8, dtype=dtype)
     return query, torch.randn(*batch, kv_heads, keys, 8, dtype=dtype)
@@ -62,34 +63,37 @@ def without_a_row(mask, value):
 
 
 CASES = {
-    "plain": (tensors(), {}),
-    "causal": (tensors(), {"is_causal": True}),
-    "causal with more keys": (tensors(3, 7), {"is_causal": True}),
-    "causal with more queries": (tensors(7, 3), {"is_causal": True}),
-    "one query of many keys": (tensors(1, 7), {}),
-    "scale": (tensors(), {"scale": 0.7}),
-    "boolean mask": (tensors(5, 7), {"attn_mask": lower(5, 7)}),
-    "mask of each sequence": (tensors(), {"attn_mask": torch.rand(2, 1, 5, 5) > 0.4}),
-    "mask of each head": (tensors(), {"attn_mask": torch.randn(4, 5, 5)}),
-    "additive mask": (tensors(5, 7), {"attn_mask": torch.randn(5, 7)}),
-    "a row of False": (tensors(), {"attn_mask": without_a_row(lower(5, 5), False)}),
-    "a row of -inf": (tensors(), {"attn_mask": without_a_row(torch.randn(5, 5), -torch.inf)}),
+    "plain": (query_and_key(), {}),
+    "causal": (query_and_key(), {"is_causal": True}),
+    "causal with more keys": (query_and_key(3, 7), {"is_causal": True}),
+    "causal with more queries": (query_and_key(7, 3), {"is_causal": True}),
+    "one query of many keys": (query_and_key(1, 7), {}),
+    "scale": (query_and_key(), {"scale": 0.7}),
+    "boolean mask": (query_and_key(5, 7), {"attn_mask": lower(5, 7)}),
+    "mask of each sequence": (query_and_key(), {"attn_mask": torch.rand(2, 1, 5, 5) > 0.4}),
+    "mask of each head": (query_and_key(), {"attn_mask": torch.randn(4, 5, 5)}),
+    "additive mask": (query_and_key(5, 7), {"attn_mask": torch.randn(5, 7)}),
+    "a row of False": (query_and_key(), {"attn_mask": without_a_row(lower(5, 5), False)}),
+    "a row of -inf": (query_and_key(), {"attn_mask": without_a_row(torch.randn(5, 5), -torch.inf)}),
     "a row of the smallest number": (
-        tensors(),
+        query_and_key(),
         {"attn_mask": without_a_row(torch.zeros(5, 5), torch.finfo(torch.float32).min)},
     ),
-    "grouped queries": (tensors(kv_heads=2), {"enable_gqa": True}),
-    "grouped and causal": (tensors(4, 6, kv_heads=2), {"enable_gqa": True, "is_causal": True}),
-    "one head of keys, broadcast": (tensors(kv_heads=1), {}),
-    "without a batch": (tensors(batch=()), {"is_causal": True}),
-    "float64": (tensors(dtype=torch.float64), {"is_causal": True}),
-    "bfloat16": (tensors(dtype=torch.bfloat16), {"is_causal": True}),
+    "grouped queries": (query_and_key(kv_heads=2), {"enable_gqa": True}),
+    "grouped and causal": (
+        query_and_key(4, 6, kv_heads=2),
+        {"enable_gqa": True, "is_causal": True},
+    ),
+    "one head of keys, broadcast": (query_and_key(kv_heads=1), {}),
+    "without a batch": (query_and_key(batch=()), {"is_causal": True}),
+    "float64": (query_and_key(dtype=torch.float64), {"is_causal": True}),
+    "bfloat16": (query_and_key(dtype=torch.bfloat16), {"is_causal": True}),
     "bfloat16 with a float32 mask": (
-        tensors(dtype=torch.bfloat16),
+        query_and_key(dtype=torch.bfloat16),
         {"attn_mask": torch.randn(5, 5).bfloat16().float()},
     ),
-    "lower right bias": (tensors(3, 7), {"attn_mask": causal_lower_right(3, 7)}),
-    "upper left bias": (tensors(3, 7), {"attn_mask": causal_upper_left(3, 7)}),
+    "lower right bias": (query_and_key(3, 7), {"attn_mask": causal_lower_right(3, 7)}),
+    "upper left bias": (query_and_key(3, 7), {"attn_mask": causal_upper_left(3, 7)}),
 }
 
 
@@ -118,7 +122,7 @@ def test_a_row_that_may_see_nothing_is_zero_as_in_the_kernel():
 
 
 def test_what_is_not_a_number_stays_so():
-    query, key = tensors()
+    query, key = query_and_key()
     query[0, 0, 1] = torch.nan
     model = Kernel()
     with hl.attention(model) as patterns:
@@ -127,7 +131,7 @@ def test_what_is_not_a_number_stays_so():
 
 
 def test_arguments_may_be_given_by_position():
-    query, key = tensors()
+    query, key = query_and_key()
     mask, model = lower(5, 5), Kernel()
     with hl.attention(model) as patterns:
         model(query, key, key, mask, 0.0, False)
@@ -135,7 +139,7 @@ def test_arguments_may_be_given_by_position():
 
 
 def test_half_precision_is_computed_in_float32_and_rounded_once():
-    query, key = tensors(dtype=torch.bfloat16)
+    query, key = query_and_key(dtype=torch.bfloat16)
     model, exact = Kernel(), by_kernel(query.double(), key.double())
     with hl.attention(model) as patterns:
         model(query, key, key)
@@ -153,7 +157,7 @@ def test_half_precision_is_computed_in_float32_and_rounded_once():
 # -- models written by hand -----------------------------------------------------------------------
 
 
-class Attention(nn.Module):
+class FusedOrWrittenAttention(nn.Module):
     """Self-attention, or with a context cross-attention; kernel or written out."""
 
     def __init__(self, width=8, heads=2, causal=True, dropout=0.0, written_out=False):
@@ -181,10 +185,10 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class FusedOrWrittenBlock(nn.Module):
     def __init__(self, **options):
         super().__init__()
-        self.attn = Attention(**options)
+        self.attn = FusedOrWrittenAttention(**options)
         self.mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8))
 
     def forward(self, x):
@@ -194,12 +198,7 @@ class Block(nn.Module):
 
 def transformer(**options):
     torch.manual_seed(0)
-    return nn.Sequential(Block(**options), Block(**options))
-
-
-def batch(queries=5):
-    torch.manual_seed(1)
-    return torch.randn(2, queries, 8)
+    return nn.Sequential(FusedOrWrittenBlock(**options), FusedOrWrittenBlock(**options))
 
 
 def written_out(model, x):
@@ -212,9 +211,11 @@ def written_out(model, x):
     return [record["0.attn/softmax"], record["1.attn/softmax"]]
 
 
-@pytest.mark.parametrize("where", [None, "**", "*.attn", Attention, ["0.attn", "1.attn"]])
+@pytest.mark.parametrize(
+    "where", [None, "**", "*.attn", FusedOrWrittenAttention, ["0.attn", "1.attn"]]
+)
 def test_every_way_to_say_where_finds_the_same(where):
-    model, x = transformer(), batch()
+    model, x = transformer(), hidden_states()
     with hl.attention(model, where) as patterns:
         model(x)
     assert patterns.places() == list(patterns) == ["0.attn", "1.attn"]
@@ -224,7 +225,7 @@ def test_every_way_to_say_where_finds_the_same(where):
 
 
 def test_looking_changes_neither_outputs_nor_gradients_and_leaves_nothing():
-    model, x = transformer(dropout=0.3), batch()
+    model, x = transformer(dropout=0.3), hidden_states()
 
     def run():
         model.zero_grad()
@@ -243,7 +244,7 @@ def test_looking_changes_neither_outputs_nor_gradients_and_leaves_nothing():
 
 
 def test_the_pattern_is_the_one_before_dropout_and_the_table_says_so():
-    model, x = transformer(dropout=0.25), batch()
+    model, x = transformer(dropout=0.25), hidden_states()
     with hl.attention(model) as patterns:
         model(x)
     assert "causal, before dropout 0.25" in repr(patterns)
@@ -262,7 +263,7 @@ def test_queries_and_keys_that_are_overwritten_later_do_not_matter():
             q.zero_(), k.zero_(), mask.fill_(-1e4).triu_()
             return y
 
-    query, key = tensors()
+    query, key = query_and_key()
     model = Overwrites()
     with hl.attention(model) as patterns:
         model(query, key)
@@ -271,7 +272,7 @@ def test_queries_and_keys_that_are_overwritten_later_do_not_matter():
 
 def test_a_pattern_that_is_read_twice_is_the_same_whatever_was_done_to_the_first():
     for kind in (False, True):
-        model, x = transformer(written_out=kind), batch()
+        model, x = transformer(written_out=kind), hidden_states()
         with torch.no_grad(), hl.attention(model) as patterns:
             model(x)
         patterns["0.attn"].zero_()
@@ -297,12 +298,12 @@ def test_only_what_is_needed_is_kept():
 def test_calls_are_numbered_and_reading_one_of_several_asks_for_its_number():
     model = transformer()
     with hl.attention(model) as patterns:
-        model(batch(5))
-        model(batch(3))
+        model(hidden_states(5))
+        model(hidden_states(3))
         assert patterns["0.attn", 0].shape == (2, 2, 5, 5)  # also while it is open
     assert [tuple(p.shape) for p in patterns.calls("0.attn")] == [(2, 2, 5, 5), (2, 2, 3, 3)]
     assert torch.equal(patterns["0.attn", -1], patterns["0.attn", 1])
-    torch.testing.assert_close(patterns["1.attn", 1], written_out(model, batch(3))[1])
+    torch.testing.assert_close(patterns["1.attn", 1], written_out(model, hidden_states(3))[1])
     assert len(list(patterns.items())) == 4
     with pytest.raises(hl.SeveralCalls, match=r"There are 2 of them.*patterns\['0.attn', n\]"):
         patterns["0.attn"]
@@ -313,8 +314,8 @@ def test_calls_are_numbered_and_reading_one_of_several_asks_for_its_number():
 def test_the_table_shows_places_calls_and_shapes():
     model = transformer(dropout=0.5)
     with hl.attention(model) as patterns:
-        model(batch(5))
-        model.eval()(batch(3))
+        model(hidden_states(5))
+        model.eval()(hidden_states(3))
     assert repr(patterns).splitlines() == [
         "Attention patterns of 2 places, 4 calls",
         "  place   calls  shape                dtype    from",
@@ -333,7 +334,7 @@ def test_a_module_that_attends_twice_in_a_forward_has_two_calls_and_names_tell_t
             q = F.scaled_dot_product_attention(q, q, q)
             return F.scaled_dot_product_attention(q, k, k)
 
-    query, key = tensors(5, 7)
+    query, key = query_and_key(5, 7)
     inner = F.scaled_dot_product_attention(query, query, query)
     model = nn.ModuleDict({"a": Twice()})
     with hl.attention(model, "a") as patterns:
@@ -353,8 +354,8 @@ def test_a_module_that_attends_twice_in_a_forward_has_two_calls_and_names_tell_t
 
 
 def test_cross_attention_has_the_keys_of_the_context():
-    model = Attention(causal=False)
-    x, context = batch(3), batch(6)
+    model = FusedOrWrittenAttention(causal=False)
+    x, context = hidden_states(3), hidden_states(6)
     with hl.attention(model) as patterns:
         model(x, context)
     assert patterns[""].shape == (2, 2, 3, 6)
@@ -363,8 +364,8 @@ def test_cross_attention_has_the_keys_of_the_context():
 
 
 def test_places_are_read_by_module_and_by_other_names_and_when_the_model_is_gone():
-    attn = Attention()
-    model, x = nn.ModuleDict({"one": attn, "two": attn, "fc": nn.Linear(8, 8)}), batch()
+    attn = FusedOrWrittenAttention()
+    model, x = nn.ModuleDict({"one": attn, "two": attn, "fc": nn.Linear(8, 8)}), hidden_states()
     with hl.attention(model) as patterns:
         attn(x)
     assert patterns.places() == ["one"]
@@ -385,7 +386,7 @@ def test_places_are_read_by_module_and_by_other_names_and_when_the_model_is_gone
 
 
 def test_nothing_is_kept_alive_by_the_patterns_but_what_they_need():
-    model, x = transformer(), batch()
+    model, x = transformer(), hidden_states()
     kept = []
     handle = model[0].attn.v.register_forward_hook(lambda m, i, o: kept.append(weakref.ref(o)))
     with hl.attention(model) as patterns:
@@ -401,7 +402,7 @@ def test_nothing_is_kept_alive_by_the_patterns_but_what_they_need():
 
 
 def test_autocast_inference_and_no_grad():
-    model, x = transformer(), batch()
+    model, x = transformer(), hidden_states()
     expected = written_out(model, x)[0]
     for mode in (torch.inference_mode(), torch.no_grad()):
         with mode, hl.attention(model) as patterns:
@@ -415,7 +416,7 @@ def test_autocast_inference_and_no_grad():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_forward_is_counted_once(reentrant):
-    model, x = transformer(), batch().requires_grad_()
+    model, x = transformer(), hidden_states().requires_grad_()
     with hl.attention(model) as patterns:
         checkpoint(model, x, use_reentrant=reentrant).sum().backward()
     assert [len(patterns.calls(place)) for place in patterns] == [1, 1]
@@ -423,7 +424,7 @@ def test_a_checkpointed_forward_is_counted_once(reentrant):
 
 
 def test_a_compiled_model_runs_eagerly_in_the_block():
-    model, x = transformer(), batch()
+    model, x = transformer(), hidden_states()
     compiled = torch.compile(model, backend="eager")
     compiled(x)
     with hl.attention(compiled) as patterns:
@@ -433,18 +434,19 @@ def test_a_compiled_model_runs_eagerly_in_the_block():
 
 def test_torchs_own_layers_are_not_looked_at_by_a_wildcard():
     model = transformer()
+    own = {name for name, m in model.named_modules() if type(m).__module__.startswith("torch.")}
     with hl.attention(model):
-        assert {name.partition("._")[0] for name in hooks_left(model)} == {
-            "0", "0.attn", "1", "1.attn",
-        }  # fmt: skip
-        model(batch())
+        hooked = {name.partition("._")[0] for name in hooks_left(model)}
+        model(hidden_states())
+    assert hooked
+    assert not hooked & own
 
 
 # -- written out ----------------------------------------------------------------------------------
 
 
 def test_attention_that_is_written_out_gives_what_its_softmax_gave():
-    model, x = transformer(written_out=True, dropout=0.5), batch()
+    model, x = transformer(written_out=True, dropout=0.5), hidden_states()
     with hl.capture(model, "*.attn/softmax", detach=True) as record, hl.attention(model) as found:
         model(x)
     assert found.places() == ["0.attn", "1.attn"]
@@ -456,7 +458,7 @@ def test_attention_that_is_written_out_gives_what_its_softmax_gave():
 
 
 def test_an_edited_pattern_is_seen_as_it_was_used():
-    model, x = transformer(written_out=True), batch()
+    model, x = transformer(written_out=True), hidden_states()
     with (
         hl.edit(model, "0.attn/softmax", hl.zero(), at=(slice(None), 1)),
         hl.attention(model) as patterns,
@@ -480,7 +482,7 @@ class Softmaxes(nn.Module):
 
 
 def test_other_softmaxes_are_no_attention_and_a_softmax_layer_may_be():
-    query, key = tensors()
+    query, key = query_and_key()
     model = Softmaxes()
     with hl.attention(model) as patterns:
         model(query, key)
@@ -496,7 +498,7 @@ class SingleHead(nn.Module):
 
 
 def test_a_softmax_over_three_dimensions_must_be_named():
-    model, x = nn.Sequential(SingleHead()), batch()
+    model, x = nn.Sequential(SingleHead()), hidden_states()
     for where in (None, "0"):
         with (
             pytest.raises(hl.NeverFired, match=r"SingleHead, which called .*softmax.*'0/softmax'")
@@ -577,7 +579,7 @@ def test_weights_that_are_trained_afterwards_do_not_change_the_pattern():
 def test_torchs_encoder_in_evaluation_without_gradients():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), batch()
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), hidden_states()
     with torch.no_grad():
         with hl.attention(model) as patterns:
             model(x)
@@ -589,7 +591,7 @@ def test_torchs_encoder_in_evaluation_without_gradients():
 # -- errors ---------------------------------------------------------------------------------------
 
 
-class Odd(nn.Module):
+class AttentionByOtherMeans(nn.Module):
     """Attention by other means."""
 
     def forward(self, x):
@@ -598,14 +600,14 @@ class Odd(nn.Module):
 
 
 def test_a_model_without_attention_is_an_error_that_says_what_looks_like_it():
-    model = nn.Sequential(nn.ModuleDict({"attn": Odd()}), Block())
+    model = nn.Sequential(nn.ModuleDict({"attn": AttentionByOtherMeans()}), FusedOrWrittenBlock())
     with pytest.raises(hl.NeverFired) as error, hl.attention(model, "0.attn"):
-        model[0]["attn"](batch())
+        model[0]["attn"](hidden_states())
     text = str(error.value)
     assert "'0.attn' were asked for" in text
     assert "No module there called scaled_dot_product_attention" in text
-    assert "'0.attn' (Odd, which called mT, matmul, exp, sum, div)" in text
-    assert "'1.attn' (Attention, which was not looked at)" in text
+    assert "'0.attn' (AttentionByOtherMeans, which called mT, matmul, exp, sum, div)" in text
+    assert "'1.attn' (FusedOrWrittenAttention, which was not looked at)" in text
     assert "select(model, '0.attn/*', inputs=batch)" in text
     assert_clean(model)
 
@@ -613,13 +615,13 @@ def test_a_model_without_attention_is_an_error_that_says_what_looks_like_it():
 def test_a_module_that_leaves_attention_to_its_children_is_not_said_to_be_uncalled():
     model = transformer()
     with pytest.raises(hl.NeverFired) as error, hl.attention(model, "0"):
-        model(batch())
+        model(hidden_states())
     assert "not called" not in str(error.value)
-    assert "'0' (Block, which called " in str(error.value)
-    assert "'0.attn' (Attention, which was not looked at)" in str(error.value)
+    assert "'0' (FusedOrWrittenBlock, which called " in str(error.value)
+    assert "'0.attn' (FusedOrWrittenAttention, which was not looked at)" in str(error.value)
     assert "Look at every module: hookline.attention(model)." in error.value.remedy
     with hl.attention(model) as patterns:
-        model(batch())
+        model(hidden_states())
     assert patterns.places() == ["0.attn", "1.attn"]
 
 
@@ -629,7 +631,7 @@ def test_a_named_module_without_a_pattern_is_an_error_though_others_have_one():
         pytest.raises(hl.NeverFired, match=r"Attention patterns at '1.mlp' were asked for"),
         hl.attention(model, ["*.attn", "1.mlp"]),
     ):
-        model(batch())
+        model(hidden_states())
 
 
 def test_an_exception_of_the_block_stands_alone():
@@ -655,7 +657,7 @@ def test_what_can_have_no_pattern_is_refused_at_once():
 
 
 def test_calls_of_another_thread_are_not_seen_and_are_the_reason_given():
-    model, x = transformer(), batch()
+    model, x = transformer(), hidden_states()
 
     def run():
         thread = threading.Thread(target=model, args=(x,))
@@ -674,7 +676,7 @@ def test_calls_of_another_thread_are_not_seen_and_are_the_reason_given():
 
 
 def test_calls_of_another_task_are_not_seen_and_are_the_reason_given():
-    model, x = transformer(), batch()
+    model, x = transformer(), hidden_states()
 
     async def look(entered, done):
         with hl.attention(model):
@@ -825,11 +827,7 @@ def test_generation_with_a_cache_has_one_query_a_step_and_keys_that_grow(name):
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), checkpoint_wrapper])
 @pytest.mark.parametrize("asked", [None, "0"])
 def test_a_wrapped_module_has_its_pattern_under_its_own_name(wrap, asked):
-    class SelfAttention(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    model, (x, _) = nn.Sequential(SelfAttention(), nn.ReLU()), tensors()
+    model, (x, _) = nn.Sequential(SelfAttention(), nn.ReLU()), query_and_key()
     model[0] = wrap(model[0])
     with hl.attention(model, asked) as patterns:
         model(x)
@@ -857,7 +855,7 @@ def test_a_pattern_is_read_without_going_through_the_other_calls(model):
                 model(query, query, query)
         assert torch.equal(patterns["", 3], patterns.calls("")[3])
         assert torch.equal(patterns["", -1], patterns.calls("")[-1])
-        work[count] = steps(lambda found=patterns: found["", 7])
+        work[count] = work_of(lambda found=patterns: found["", 7])
         assert len(patterns.calls("")) == count
         torch.testing.assert_close(patterns["", 7].sum(-1), torch.ones(1, 1, 2))
         with pytest.raises(hl.NotCaptured, match=f"There are {count} calls"):

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import assert_clean
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl
@@ -16,7 +16,7 @@ import hookline as hl
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
 
-class Net(nn.Module):
+class CallsOneFiveTimes(nn.Module):
     """A layer that is called five times, in ways that tell the calls apart."""
 
     def __init__(self):
@@ -42,7 +42,7 @@ CHOICES = [
 ]
 
 
-def run(model, x=X):
+def forward_and_backward_of(model, x=X):
     model(x.clone().requires_grad_()).sum().backward()
 
 
@@ -56,11 +56,11 @@ def alike(one, other):
 @pytest.mark.parametrize(("calls", "numbers"), CHOICES)
 @pytest.mark.parametrize("threads", ["own", "all"])
 def test_the_calls_that_were_asked_for_are_kept_under_their_numbers(port, calls, numbers, threads):
-    model, place = Net(), "layer" + port
+    model, place = CallsOneFiveTimes(), "layer" + port
     with hl.capture(model, place) as whole:
-        run(model)
+        forward_and_backward_of(model)
     with hl.capture(model, place, calls=calls, threads=threads) as record:
-        run(model)
+        forward_and_backward_of(model)
     assert [n for n, _ in record.numbered(place)] == numbers
     assert len(record.calls(place)) == len(numbers)
     for n in range(5):
@@ -79,11 +79,11 @@ def test_the_calls_that_were_asked_for_are_kept_under_their_numbers(port, calls,
 @pytest.mark.parametrize("keep", ["first", "last"])
 @pytest.mark.parametrize("port", PORTS)
 def test_keep_chooses_among_the_calls_that_were_asked_for(keep, port):
-    model, place = Net(), "layer" + port
+    model, place = CallsOneFiveTimes(), "layer" + port
     with hl.capture(model, place) as whole:
-        run(model)
+        forward_and_backward_of(model)
     with hl.capture(model, place, calls={1, 2, 3}, keep=keep) as record:
-        run(model)
+        forward_and_backward_of(model)
     number = 1 if keep == "first" else 3
     assert alike(record[place], whole[place, number])
     assert alike(record[place, number], whole[place, number])
@@ -92,7 +92,7 @@ def test_keep_chooses_among_the_calls_that_were_asked_for(keep, port):
 
 
 def test_other_options_meet_only_the_calls_that_were_asked_for():
-    model, met = Net(), []
+    model, met = CallsOneFiveTimes(), []
 
     def first_row(value):
         met.append(None)
@@ -100,53 +100,53 @@ def test_other_options_meet_only_the_calls_that_were_asked_for():
 
     options = {"transform": first_row, "at": slice(1, None), "dtype": torch.float64, "detach": True}
     with hl.capture(model, "layer", "act:input", calls={2, 4}, **options) as record:
-        run(model)
+        forward_and_backward_of(model)
     assert len(met) == 4
     with hl.capture(model, "layer", detach=True) as whole:
-        run(model)
+        forward_and_backward_of(model)
     assert torch.equal(record["layer", 4], whole["layer", 4][1].double())
     assert record.stack("layer").shape == record.stack("act:input").shape == (2, 3)
     assert record.cat("layer").shape == (6,)
 
 
 def test_one_call_reads_without_its_number():
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer", calls=3) as record:
-        run(model)
+        forward_and_backward_of(model)
     assert torch.equal(record["layer"], record["layer", 3])
     assert torch.equal(record.tensor("layer"), record["layer", 3])
     assert [place for place, _ in record.items()] == ["layer"]
 
 
 def test_the_table_says_which_calls_there_are():
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer", "act:grad_output", calls={0, 1, 3}) as record:
-        run(model)
+        forward_and_backward_of(model)
     assert "3 (0-1, 3)" in repr(record)
     assert repr(record).count("(0-1, 3)") == 2
 
 
 @pytest.mark.parametrize("place", ["/sigmoid", "act/tanh", "layer/linear:input"])
 def test_operations_are_captured_at_some_calls(place):
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, place) as whole:
-        run(model), run(model)
+        forward_and_backward_of(model), forward_and_backward_of(model)
     with hl.capture(model, place, calls=1) as record:
-        run(model), run(model)
+        forward_and_backward_of(model), forward_and_backward_of(model)
     assert torch.equal(record[place, 1], whole[place, 1])
     with pytest.raises(hl.NotCaptured, match=r"Call 0 .* capture was for others"):
         _ = record[place, 0]
 
 
 def test_parameters_are_captured_at_some_calls_and_their_gradients_at_some_backwards():
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer.weight:grad") as whole:
         for n in range(3):
-            run(model, X * n)
+            forward_and_backward_of(model, X * n)
     places = ("layer.weight:grad", "layer.weight")
     with hl.capture(model, *places, calls={1, 2}) as record:
         for n in range(3):
-            run(model, X * n)
+            forward_and_backward_of(model, X * n)
     for n in (1, 2):
         assert torch.equal(record["layer.weight:grad", n], whole["layer.weight:grad", n])
     assert [n for n, _ in record.numbered("layer.weight")] == [1, 2]
@@ -164,7 +164,7 @@ def test_a_tensor_has_some_of_its_gradients_captured():
 
 
 def test_several_backwards_of_one_call_are_read_together():
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer:grad_output", calls=2) as record:
         loss = model(X).sum()
         loss.backward(retain_graph=True)
@@ -176,15 +176,15 @@ def test_several_backwards_of_one_call_are_read_together():
 
 @pytest.mark.parametrize("port", PORTS)
 def test_a_call_that_never_came_is_told_at_exit_and_on_reading(port):
-    model, place = Net(), "layer" + port
+    model, place = CallsOneFiveTimes(), "layer" + port
     with pytest.raises(hl.NeverFired, match=r"it did not at call 7: .*called 5×"):
         with hl.capture(model, place, calls=7):
-            run(model)
+            forward_and_backward_of(model)
     with pytest.raises(
         hl.NeverFired, match=r"did at call 1, .*not at call 7: .*called 5×"
     ) as caught:
         with hl.capture(model, place, calls={1, 7}) as record:
-            run(model)
+            forward_and_backward_of(model)
     assert caught.value.record is record
     assert alike(record[place], record[place, 1])
     with pytest.raises(hl.NotCaptured, match=r"Call 7 .*never came"):
@@ -192,7 +192,7 @@ def test_a_call_that_never_came_is_told_at_exit_and_on_reading(port):
 
 
 def test_calls_that_came_without_a_gradient_are_not_said_to_be_missing():
-    model = Net()
+    model = CallsOneFiveTimes()
     with pytest.raises(
         hl.NeverFired, match=r"did not at calls 0, 2: no gradient .*Run the forward"
     ):
@@ -202,16 +202,16 @@ def test_calls_that_came_without_a_gradient_are_not_said_to_be_missing():
 
 @pytest.mark.parametrize("place", ["layer:grad_output", "layer.weight:grad"])
 def test_gradients_that_came_at_other_calls_are_not_said_to_be_missing(place):
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, place, calls=slice(9, None)) as record:
-        run(model)
+        forward_and_backward_of(model)
     with pytest.raises(hl.GradientNotAvailable, match=r"came 1×|called 5×") as caught:
         _ = record[place]
     assert "calls= names others" in str(caught.value)
     assert "No backward" not in str(caught.value)
     with pytest.raises(hl.NeverFired, match="calls= names others"):
         with hl.edit(model, place, hl.scale(2.0), calls=slice(9, None)):
-            run(model)
+            forward_and_backward_of(model)
 
 
 def test_a_call_without_the_part_is_not_named_among_those_that_were_kept():
@@ -228,9 +228,9 @@ def test_a_call_without_the_part_is_not_named_among_those_that_were_kept():
 
 
 def test_of_a_glob_one_place_must_have_the_calls():
-    model = nn.Sequential(Net(), nn.Tanh())
+    model = nn.Sequential(CallsOneFiveTimes(), nn.Tanh())
     with hl.capture(model, "0.*", "{0.act,1}", calls=4) as record:
-        run(model)
+        forward_and_backward_of(model)
     assert list(record.unfired()) == ["1"]
     assert "calls= names others" in record.unfired()["1"]
     with pytest.raises(hl.NeverFired, match="called 1×"):
@@ -260,7 +260,7 @@ def test_nothing_is_kept_of_calls_that_were_not_asked_for():
 
 
 def test_stop_ends_the_forward_also_where_only_the_first_call_is_kept():
-    model, ran = Net(), []
+    model, ran = CallsOneFiveTimes(), []
     model.layer.register_forward_hook(lambda *call: ran.append(call))
     with hl.capture(model, "layer", calls={0, 2}, keep="first", stop=True) as record:
         model(X)
@@ -270,7 +270,7 @@ def test_stop_ends_the_forward_also_where_only_the_first_call_is_kept():
 
 def test_stop_ends_the_forward_at_the_last_call_that_was_named():
     for place in ("layer", "layer:input"):
-        model, seen = Net(), []
+        model, seen = CallsOneFiveTimes(), []
         model.act.register_forward_hook(lambda *_, seen=seen: seen.append(None))
         with hl.capture(model, place, calls={1, 3}, stop=True) as record:
             model(X)
@@ -321,29 +321,29 @@ def test_the_input_of_a_call_that_raised_is_kept_if_it_was_asked_for():
 
 
 def test_an_attached_capture_of_some_calls_goes_on_until_it_is_removed():
-    model = Net()
+    model = CallsOneFiveTimes()
     handle = hl.capture(model, "layer", calls=slice(3, 7)).attach()
-    run(model), run(model)
+    forward_and_backward_of(model), forward_and_backward_of(model)
     handle.remove()
     assert [n for n, _ in handle.record.numbered("layer")] == [3, 4, 5, 6]
     assert_clean(model)
 
 
 def test_calls_of_other_threads_are_not_counted():
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer", calls={5}) as record:
-        run(model)
-        thread = threading.Thread(target=run, args=(model, X * 3))
+        forward_and_backward_of(model)
+        thread = threading.Thread(target=forward_and_backward_of, args=(model, X * 3))
         thread.start()
         thread.join()
-        run(model, X * 2)
+        forward_and_backward_of(model, X * 2)
     with hl.capture(model, "layer") as whole:
-        run(model, X * 2)
+        forward_and_backward_of(model, X * 2)
     assert torch.equal(record["layer", 5], whole["layer", 0])
 
 
 def test_a_patch_takes_the_call_of_the_same_number():
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer", calls=3) as clean:
         model(X)
     with hl.edit(model, "layer", hl.patch(clean), calls=3):
@@ -356,10 +356,10 @@ def test_a_patch_takes_the_call_of_the_same_number():
 
 
 def test_a_saved_record_has_the_numbers_of_the_calls(tmp_path):
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer", "layer:grad_output", "/sigmoid", calls={0, 3}) as record:
         for _ in range(4):
-            run(model)
+            forward_and_backward_of(model)
     found = hl.load_record(hl.save_record(record, tmp_path))
     assert (
         repr(found).replace("attached", "").split() == repr(record).replace("attached", "").split()
@@ -373,9 +373,9 @@ def test_a_saved_record_has_the_numbers_of_the_calls(tmp_path):
 
 @pytest.mark.parametrize("numbers", [[0], [0, "1"], [1, 0], [-1, 3], 3, None])
 def test_a_record_whose_numbers_are_none_is_refused(tmp_path, numbers):
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer", calls={0, 3}) as record:
-        run(model)
+        forward_and_backward_of(model)
     folder = hl.save_record(record, tmp_path)
     content = json.loads((folder / "record.json").read_text())
     assert content["places"][0]["numbers"] == [0, 3]
@@ -386,9 +386,9 @@ def test_a_record_whose_numbers_are_none_is_refused(tmp_path, numbers):
 
 
 def test_a_record_of_no_calls_at_a_place_is_read(tmp_path):
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer", calls={0, 3}) as record:
-        run(model)
+        forward_and_backward_of(model)
     folder = hl.save_record(record, tmp_path)
     content = json.loads((folder / "record.json").read_text())
     content["places"][0] |= {"numbers": [], "calls": []}
@@ -400,10 +400,10 @@ def test_a_page_labels_the_calls_with_their_numbers():
     from hookline.view.page_tree import PageTree
     from hookline.view.record_pages import add_record
 
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer", calls={1, 3}) as record:
-        run(model)
-    outline, chunks = PageTree(), {}
+        forward_and_backward_of(model)
+    outline, chunks = Outline(), {}
     add_record(outline, chunks, record, 1000, [])
     (chunk,) = [make() for make in chunks.values()]
     assert [item["label"] for item in chunk.meta["items"]] == ["1", "3"]
@@ -413,13 +413,13 @@ def test_a_page_labels_the_calls_with_their_numbers():
 @pytest.mark.parametrize("calls", [-1, slice(-1, None), {-1}, "0", "prompts", 1.5, [], True])
 def test_calls_that_make_no_sense_are_refused(calls):
     with pytest.raises((hl.ChangeError, TypeError), match="calls"):
-        hl.capture(Net(), "layer", calls=calls)
+        hl.capture(CallsOneFiveTimes(), "layer", calls=calls)
 
 
 def test_a_record_moved_to_another_device_keeps_the_numbers():
-    model = Net()
+    model = CallsOneFiveTimes()
     with hl.capture(model, "layer", "layer:grad_output", calls={1, 3}) as record:
-        run(model)
+        forward_and_backward_of(model)
     moved = record.to("cpu")
     for place in ("layer", "layer:grad_output"):
         assert [n for n, _ in moved.numbered(place)] == [1, 3]

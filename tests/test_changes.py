@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean
+from models import mlp
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl
@@ -37,7 +38,7 @@ def changed(change, value, module=None, **options):
     return result
 
 
-def values(*shape, dtype=torch.float32):
+def random_values(*shape, dtype=torch.float32):
     torch.manual_seed(3)
     return torch.randn(shape).to(dtype)
 
@@ -47,7 +48,7 @@ def values(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_each_change_is_plain_torch_in_every_floating_dtype(dtype):
-    x = values(4, 3, dtype=dtype)
+    x = random_values(4, 3, dtype=dtype)
     v = torch.tensor([1.0, -2.0, 0.5])
     w = v.to(dtype)
     expected = {
@@ -78,7 +79,7 @@ def test_each_change_is_plain_torch_in_every_floating_dtype(dtype):
 def test_shape_dtype_and_the_original_are_kept(change, dtype):
     if dtype.is_complex and isinstance(change, hl.clamp):
         return
-    x = values(4, 3, dtype=dtype)
+    x = random_values(4, 3, dtype=dtype)
     before = x.clone()
     result = changed(change, x)
     assert result.dtype == dtype
@@ -94,7 +95,7 @@ def test_bounds_have_no_meaning_for_complex_values():
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 4, 3), (2, 4, 5, 3), (2, 4, 5, 6, 3)])
 def test_numbers_work_from_0_to_5_dimensions(shape):
-    x = values(*shape)
+    x = random_values(*shape)
     assert torch.equal(changed(hl.add(1.5), x), x + 1.5)
     assert torch.equal(changed(hl.replace(torch.tensor(4.0)), x), torch.full_like(x, 4.0))
     assert torch.equal(changed(hl.zero(), x), torch.zeros_like(x))
@@ -133,7 +134,7 @@ V = torch.tensor([1.0, 2.0, 3.0])
               (1, 3, 1, 3), (2, 3, 4, 5, 3)],
 )  # fmt: skip
 def test_a_vector_lies_along_the_last_dimension_whatever_the_other_sizes_are(make, plain, shape):
-    x = values(*shape)
+    x = random_values(*shape)
     assert torch.equal(changed(make(V), x), plain(x, V))
 
 
@@ -143,7 +144,7 @@ def test_a_vector_at_the_heads_means_the_same_for_every_length_of_the_prompt(len
         def forward(self, x):
             return x.view(*x.shape[:2], 4, 64)
 
-    model, x, v = Attention(), values(1, length, 256), values(64)
+    model, x, v = Attention(), random_values(1, length, 256), random_values(64)
     with hl.edit(model, "/view#0", hl.add(v)):
         assert torch.equal(model(x), x.view(1, length, 4, 64) + v)
     with hl.edit(model, "/view#0", hl.add(torch.arange(4.0), dim=2)):
@@ -157,7 +158,7 @@ def test_a_vector_at_the_heads_means_the_same_for_every_length_of_the_prompt(len
                        ((3, 3, 3, 3), 2), ((2, 5, 3, 4, 3), 2), ((2, 3, 0, 5), 1)],
 )  # fmt: skip
 def test_dim_says_along_which_dimension_a_vector_lies(make, plain, shape, dim):
-    x = values(*shape)
+    x = random_values(*shape)
     along = V.view([-1 if d == dim % len(shape) else 1 for d in range(len(shape))])
     assert torch.equal(changed(make(V, dim=dim), x), plain(x, along))
 
@@ -171,30 +172,30 @@ def test_a_vector_that_fits_another_dimension_only_is_refused_with_both_shapes_a
     make, plain, shape, fits
 ):
     with pytest.raises(hl.ChangeError) as caught:
-        changed(make(V), values(*shape))
+        changed(make(V), random_values(*shape))
     assert "(3,)" in caught.value.found
     assert str(shape) in caught.value.found
     assert fits in caught.value.remedy
     with pytest.raises(hl.ChangeError, match=fits):
-        changed(hl.scale(1.0) | make(V), values(*shape))
+        changed(hl.scale(1.0) | make(V), random_values(*shape))
 
 
 def test_a_tensor_given_as_the_change_is_refused_as_replace_is():
     with pytest.raises(hl.ChangeError, match=r"\(3,\).*\(2, 3, 5, 5\).*replace\(\.\.\., dim=1\)"):
-        changed(V, values(2, 3, 5, 5))
+        changed(V, random_values(2, 3, 5, 5))
     with pytest.raises(hl.ChangeError, match=r"\(4, 3\).*\(3, 4\)\. Keep the value's"):
-        changed(torch.ones(4, 3), values(3, 4))
+        changed(torch.ones(4, 3), random_values(3, 4))
 
 
 @each_with_vectors
 def test_a_dim_that_makes_no_sense_is_refused(make, plain):
     for dim in (4, -5):
         with pytest.raises(hl.ChangeError, match=rf"dim={dim} .*\(2, 3, 5, 5\)"):
-            changed(make(V, dim=dim), values(2, 3, 5, 5))
+            changed(make(V, dim=dim), random_values(2, 3, 5, 5))
     with pytest.raises(hl.ChangeError, match="dim=0 is out of range"):
         changed(make(V, dim=0), torch.tensor(1.0))
     with pytest.raises(hl.ChangeError, match=r"\(3,\) .*\(2, 3, 5, 5\), along dim=2.*dim=1,"):
-        changed(make(V, dim=2), values(2, 3, 5, 5))
+        changed(make(V, dim=2), random_values(2, 3, 5, 5))
     for wrong in (torch.ones(3, 1), torch.ones(2, 3).tolist(), 1.0, torch.tensor(1.0)):
         with pytest.raises(hl.ChangeError, match=r"dim=1\..*aligns 1-D tensors.*Leave out dim="):
             make(wrong, dim=1)
@@ -204,7 +205,7 @@ def test_a_dim_that_makes_no_sense_is_refused(make, plain):
 
 
 def test_with_dim_numbers_and_tensors_without_dimensions_stay_numbers():
-    x = values(2, 3, 5, 5)
+    x = random_values(2, 3, 5, 5)
     per = V.view(1, 3, 1, 1)
     blended = hl.blend(torch.tensor(2.0), V, dim=1)
     assert torch.equal(changed(blended, x), x * (1 - per) + 2.0 * per)
@@ -213,11 +214,11 @@ def test_with_dim_numbers_and_tensors_without_dimensions_stay_numbers():
     assert torch.equal(changed(hl.add(np.array([1, 2, 3]), dim=1), x), x + per)
     assert torch.equal(changed(hl.add(torch.ones(1), dim=1), x), x + 1)
     with pytest.raises(hl.ChangeError, match=r"\(3,\).*\(2, 1, 5, 5\)"):
-        changed(hl.add(V, dim=1), values(2, 1, 5, 5))
+        changed(hl.add(V, dim=1), random_values(2, 1, 5, 5))
 
 
 def test_dim_counts_the_dimensions_of_the_slice_that_is_changed():
-    x = values(2, 5, 3, 4)
+    x = random_values(2, 5, 3, 4)
     expected = x.clone()
     expected[:, -1] += V[:, None]
     assert torch.equal(changed(hl.add(V, dim=1), x, at=np.s_[:, -1]), expected)
@@ -230,7 +231,7 @@ def test_dim_is_shown_and_passes_gradients():
     assert [part.dim for part in change.changes] == [1, -2]
     assert "dim=1" in repr(change)
     assert "dim=-2" in repr(change)
-    v, x = V.clone().requires_grad_(), values(2, 3, 5)
+    v, x = V.clone().requires_grad_(), random_values(2, 3, 5)
     changed(hl.scale(v, dim=1), x).sum().backward()
     assert torch.allclose(v.grad, x.sum((0, 2)))
     model = nn.Sequential(nn.Conv2d(1, 3, 1))
@@ -240,9 +241,9 @@ def test_dim_is_shown_and_passes_gradients():
 
 
 def test_batch_of_values_broadcasts_as_torch_does():
-    x = values(4, 5, 3)
+    x = random_values(4, 5, 3)
     for shape in [(4, 1, 1), (1, 5, 1), (5, 3), (4, 5, 3), (1,)]:
-        v = values(*shape) + 1
+        v = random_values(*shape) + 1
         assert torch.equal(changed(hl.add(v), x), x + v)
         assert torch.equal(changed(hl.blend(v, 0.5), x), x * 0.5 + v * 0.5)
 
@@ -271,14 +272,14 @@ def test_a_change_never_enlarges_the_value():
 
 
 def test_remove_direction_leaves_nothing_along_it():
-    x = values(2, 5, 3)
+    x = random_values(2, 5, 3)
     d = torch.tensor([1.0, 2.0, 2.0])
     unit = d / 3
     result = changed(hl.remove_direction(d), x)
     assert torch.allclose(result, x - (x @ unit)[..., None] * unit, atol=1e-6)
     assert (result @ unit).abs().max() < 1e-6
     assert torch.allclose(changed(hl.remove_direction(-7 * d), x), result, atol=1e-6)
-    images = values(2, 3, 4, 4)
+    images = random_values(2, 3, 4, 4)
     result = changed(hl.remove_direction(d, dim=1), images)
     assert torch.einsum("bchw,c->bhw", result, unit).abs().max() < 1e-6
 
@@ -293,7 +294,7 @@ def test_remove_direction_is_as_exact_as_the_value(dtype):
 
 def test_remove_direction_is_a_projection_for_complex_values():
     d = torch.tensor([1.0 + 0j, 1j, 2.0])
-    x = values(4, 3, dtype=torch.complex64) * (1 + 2j)
+    x = random_values(4, 3, dtype=torch.complex64) * (1 + 2j)
     result = changed(hl.remove_direction(d), x)
     assert (result * d.conj()).sum(-1).abs().max() < 1e-5
 
@@ -315,7 +316,7 @@ def test_remove_direction_refuses_what_is_no_direction():
 def test_a_direction_of_another_precision_is_brought_to_the_values():
     d = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64)
     for dtype in FLOATS:
-        x = values(50, 3, dtype=dtype)
+        x = random_values(50, 3, dtype=dtype)
         result = changed(hl.remove_direction(d), x)
         tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(dtype, 0.05)
         assert (result.double() @ (d / 3)).abs().max() < tolerance
@@ -416,7 +417,7 @@ def test_a_number_is_put_in_with_all_its_digits():
 
 
 def test_changes_compose_from_left_to_right():
-    x = values(4, 3)
+    x = random_values(4, 3)
     chain = hl.add(1.0) | hl.scale(3.0) | hl.clamp(max=2.0)
     assert torch.equal(changed(chain, x), ((x + 1) * 3).clamp(max=2))
     assert torch.equal(changed(hl.scale(3.0) | (hl.add(1.0) | hl.zero()), x), torch.zeros(4, 3))
@@ -493,7 +494,7 @@ def test_a_change_of_ones_own_is_held_to_the_same_rules():
 
 
 def test_noise_without_a_seed_uses_the_state_of_torch():
-    x = values(4, 3)
+    x = random_values(4, 3)
     torch.manual_seed(0)
     result = changed(hl.noise(0.5), x)
     torch.manual_seed(0)
@@ -539,7 +540,7 @@ def test_a_seed_leaves_the_state_of_torch_alone():
     for change in (hl.noise(1.0, seed=1), hl.dropout(0.5, seed=1)):
         torch.manual_seed(0)
         before = torch.get_rng_state()
-        changed(change, values(3).detach())
+        changed(change, random_values(3).detach())
         torch.manual_seed(0)
         changed(change, torch.ones(3))
         assert torch.equal(torch.get_rng_state(), before)
@@ -645,7 +646,7 @@ def test_dropout_of_channels_drops_whole_ones_as_dropout2d_does():
 
 
 def test_dropout_of_nothing_and_of_everything():
-    x = values(4, 3)
+    x = random_values(4, 3)
     assert torch.equal(changed(hl.dropout(0.0), x), x)
     assert torch.equal(changed(hl.dropout(1.0), x), torch.zeros_like(x))
 
@@ -660,13 +661,8 @@ def test_dropout_passes_gradients_through_what_it_keeps():
 # -- patch --------------------------------------------------------------------------------------
 
 
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
 def test_patch_puts_in_what_another_run_had():
-    model, clean, corrupt = small(), torch.randn(5, 3), torch.randn(5, 3)
+    model, clean, corrupt = mlp(), torch.randn(5, 3), torch.randn(5, 3)
     with hl.capture(model, "0") as record:
         expected = model(clean)
     with hl.edit(model, "0", hl.patch(record)):
@@ -676,7 +672,7 @@ def test_patch_puts_in_what_another_run_had():
 
 
 def test_patch_is_detached_from_the_other_run():
-    model, x = small(), torch.randn(5, 3)
+    model, x = mlp(), torch.randn(5, 3)
     with hl.capture(model, "0") as record:
         model(x)
     with hl.edit(model, "0", hl.patch(record)):
@@ -686,7 +682,7 @@ def test_patch_is_detached_from_the_other_run():
 
 
 def test_patch_goes_by_call():
-    model = small()
+    model = mlp()
     inputs = torch.randn(3, 5, 3)
     with hl.capture(model, "1") as record:
         expected = [model(x) for x in inputs]
@@ -699,7 +695,7 @@ def test_patch_goes_by_call():
 
 
 def test_patch_checks_at_entry_that_the_record_holds_the_places():
-    model = small()
+    model = mlp()
     with hl.capture(model, "0") as record:
         model(torch.zeros(1, 3))
     ran = []
@@ -842,7 +838,7 @@ def test_patch_of_a_slice_takes_a_mean_that_broadcasts():
 
 
 def test_patch_works_across_models_and_precisions():
-    model, x = small(), torch.randn(5, 3)
+    model, x = mlp(), torch.randn(5, 3)
     other = copy.deepcopy(model).double()
     with hl.capture(model, "0") as record:
         model(x)
@@ -855,7 +851,7 @@ def test_patch_works_across_models_and_precisions():
 
 
 def test_patch_of_another_shape_shows_both_sides():
-    model = small()
+    model = mlp()
     with hl.capture(model, "0") as record:
         model(torch.zeros(5, 3))
     with pytest.raises(hl.ChangeError, match=r"\(5, 4\).*\(2, 4\)"):
@@ -864,7 +860,7 @@ def test_patch_of_another_shape_shows_both_sides():
 
 
 def test_patch_of_gradients_and_inputs():
-    model, x = small(), torch.randn(5, 3)
+    model, x = mlp(), torch.randn(5, 3)
     with hl.capture(model, "1:grad_output", "1:input") as record:
         model(x).pow(3).sum().backward()
     expected = model[0].weight.grad.clone()
@@ -877,7 +873,7 @@ def test_patch_of_gradients_and_inputs():
 
 
 def test_patch_of_gradients_never_takes_those_of_another_call_or_pass():
-    model, x = small(), torch.randn(5, 3)
+    model, x = mlp(), torch.randn(5, 3)
 
     def run():
         for factor in (1.0, 2.0):
@@ -911,7 +907,7 @@ def test_patch_refuses_a_value_that_changed_since():
 
 
 def test_changes_are_differentiable_like_plain_torch():
-    x = values(4, 3).requires_grad_()
+    x = random_values(4, 3).requires_grad_()
     v = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
     for change, plain in [
         (hl.add(v), x + v),
@@ -933,8 +929,9 @@ def test_every_change_works_on_gradients(change):
     seen = []
 
     def by_hand(grad):
-        with hl.edit(nn.Identity(), "", change) as context:
-            return context._model(grad)
+        identity = nn.Identity()
+        with hl.edit(identity, "", change):
+            return identity(grad)
 
     model[0].register_forward_hook(
         lambda m, a, o: o.register_hook(lambda g: seen.append(g)) and None
@@ -987,7 +984,7 @@ def test_tensors_made_in_inference_mode_serve_in_training():
         hl.add(v), hl.scale(v), hl.replace(v), hl.blend(v, v), hl.clamp(max=v),
         hl.remove_direction(v),
     ):  # fmt: skip
-        x, y = values(4, 3).requires_grad_(), values(4, 3).requires_grad_()
+        x, y = random_values(4, 3).requires_grad_(), random_values(4, 3).requires_grad_()
         (changed(change, x) * y).sum().backward()
         assert torch.equal(y.grad, changed(change, x.detach()))
 
@@ -1017,7 +1014,7 @@ def test_what_replaced_a_value_is_not_the_users_tensor():
 
 
 def test_channels_last_values_are_changed_rightly():
-    x = values(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    x = random_values(2, 3, 4, 5).to(memory_format=torch.channels_last)
     v = torch.tensor([1.0, 2.0, 3.0])
     assert torch.equal(changed(hl.scale(v, dim=1), x), x * v.view(1, 3, 1, 1))
     assert torch.equal(changed(hl.zero(), x), torch.zeros(2, 3, 4, 5))
@@ -1025,7 +1022,7 @@ def test_channels_last_values_are_changed_rightly():
 
 @pytest.mark.parametrize("length", [1e-38, 1e-25, 1.0, 1e25, 1e38])
 def test_a_direction_is_removed_however_long_it_is(length):
-    direction, x = torch.tensor([0.6, -0.8, 0.0]) * length, values(4, 3)
+    direction, x = torch.tensor([0.6, -0.8, 0.0]) * length, random_values(4, 3)
     along = (x @ torch.tensor([0.6, -0.8, 0.0])).unsqueeze(-1)
     expected = x - along * torch.tensor([0.6, -0.8, 0.0])
     torch.testing.assert_close(changed(hl.remove_direction(direction), x), expected)
@@ -1036,7 +1033,7 @@ def test_a_direction_is_removed_however_long_it_is(length):
     "make", [hl.add, hl.scale, hl.clamp, hl.blend, hl.replace, hl.remove_direction]
 )
 def test_arrays_and_lists_are_taken_for_tensors(make, given):
-    x = values(4, 3).requires_grad_()
+    x = random_values(4, 3).requires_grad_()
     expected = changed(make(torch.as_tensor(given)), x)
     assert torch.equal(changed(make(given), x), expected)
     with torch.no_grad():

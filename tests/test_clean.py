@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from helpers import assert_clean, hooks_left
 from models import Failing, Swallowing, small
+from oracles import assert_clean, assert_same_state, bits, hooks_left, state_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,16 +40,11 @@ def raise_after(run, error):
     raise error
 
 
-def bits(model):
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
 def assert_as_before(model, before):
     assert_clean(model)
     assert hl.attached(model) == []
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name])
+    assert_same_state(model, before)
 
 
 # -- exceptions in the model and in the block -----------------------------------------------------
@@ -59,7 +54,7 @@ def assert_as_before(model, before):
 @every_context
 def test_nothing_is_left_when_the_model_raises(make, error):
     model = Failing(error)
-    modules, before = dict(model.named_modules()), bits(model)
+    modules, before = dict(model.named_modules()), state_bits(model)
     with pytest.raises(type(error), match="mine") as caught:
         with make(model):
             model(X.clone().requires_grad_())
@@ -72,7 +67,7 @@ def test_nothing_is_left_when_the_model_raises(make, error):
 @every_context
 def test_nothing_is_left_when_the_block_raises_after_the_backward(make, error):
     model = Failing()
-    before = bits(model)
+    before = state_bits(model)
     with pytest.raises(type(error), match="mine") as caught, make(model):
         raise_after(lambda: model(X.clone().requires_grad_()).sum().backward(), error)
     assert caught.value is error
@@ -132,7 +127,7 @@ def fail(value):
     raise ZeroDivisionError("mine")
 
 
-def interrupt(value):
+def interrupted_by_user(value):
     raise KeyboardInterrupt("mine")
 
 
@@ -150,7 +145,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_the_users_exception_keeps_its_type_and_gains_a_note_with_the_place(make, place):
     model = small()
-    before = bits(model)
+    before = state_bits(model)
     with pytest.raises(ZeroDivisionError) as caught:
         with make(model, place, fail):
             model(X.clone().requires_grad_()).sum().backward()
@@ -167,9 +162,9 @@ def test_the_users_exception_keeps_its_type_and_gains_a_note_with_the_place(make
 @pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_an_interrupt_in_the_users_function_leaves_nothing(make, place):
     model = small()
-    before = bits(model)
+    before = state_bits(model)
     with pytest.raises(KeyboardInterrupt, match="mine"):
-        with make(model, place, interrupt):
+        with make(model, place, interrupted_by_user):
             model(X.clone().requires_grad_()).sum().backward()
     assert_as_before(model, before)
     model(X).sum().backward()
@@ -257,7 +252,7 @@ FAILING = {
         m, {"0.weight": hl.zero(), "2.weight": fail}
     ),
     "a parameter edit that is interrupted on the second": lambda m: hl.edit(
-        m, {"0.weight": hl.zero(), "0:grad_output": hl.zero(), "2.weight": interrupt}
+        m, {"0.weight": hl.zero(), "0:grad_output": hl.zero(), "2.weight": interrupted_by_user}
     ),
     "a parameter edit that gives None": lambda m: hl.edit(
         m, {"0.weight": hl.zero(), "0.bias": lambda v: None}
@@ -287,7 +282,7 @@ def record_of(place):
 @pytest.mark.parametrize("make", FAILING.values(), ids=FAILING.keys())
 def test_a_registration_that_fails_part_way_is_rolled_back(make, way):
     model = small()
-    expected, before, modules = model(X), bits(model), dict(model.named_modules())
+    expected, before, modules = model(X), state_bits(model), dict(model.named_modules())
     context = make(model)
     with pytest.raises((Exception, KeyboardInterrupt)):
         context.__enter__() if way == "with" else context.attach()
@@ -299,7 +294,7 @@ def test_a_registration_that_fails_part_way_is_rolled_back(make, way):
 
 def test_a_parameter_edit_is_rolled_back_where_torch_allows_no_saved_tensor_hooks():
     model = small()
-    before = bits(model)
+    before = state_bits(model)
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         context = hl.edit(model, "0.weight", hl.zero())
         try:
@@ -366,13 +361,13 @@ class InterruptAt:
 )
 def test_an_interrupt_at_any_line_leaves_nothing_once_the_context_is_collected(make):
     model = small()
-    before, relu = bits(model), model[1]
+    before, relu = state_bits(model), model[1]
     trace, n, where, left = sys.gettrace(), 0, "", []
     while where is not None and not left:
         n += 1
         where = interrupted_at(n, make(model), lambda: model(X), trace)
         left = hooks_left(model)
-        left += [k for k, v in model.state_dict().items() if not torch.equal(v, before[k])]
+        left += [k for k, v in model.state_dict().items() if not torch.equal(bits(v), before[k])]
         left += ["replaced"] if model[1] is not relu else []
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()

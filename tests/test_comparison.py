@@ -11,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, state_bits
+from models import Giving
+from oracles import assert_clean, assert_same_state, state_bits
 from torch import nn
 
 import hookline as hl
@@ -91,7 +92,7 @@ class Rounded(nn.Module):
     def __init__(self, rounding, factor=1.0):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(8, 8), Gives(rounding), nn.Linear(8, 8)
+        self.first, self.middle, self.last = nn.Linear(8, 8), Giving(rounding), nn.Linear(8, 8)
         self.factor = factor
 
     def forward(self, x):
@@ -265,7 +266,7 @@ def test_models_without_a_common_place_are_an_error():
         hl.compare(old, old, lambda model: None)
 
 
-class Loop(nn.Module):
+class TanhLoop(nn.Module):
     def __init__(self, steps, bad=None):
         super().__init__()
         self.cell, self.steps, self.bad = nn.Tanh(), steps, bad
@@ -278,19 +279,19 @@ class Loop(nn.Module):
 
 def test_several_calls_are_compared_one_by_one():
     x = torch.randn(3)
-    row = hl.compare(Loop(4), Loop(4, bad=2), x)["cell"]
+    row = hl.compare(TanhLoop(4), TanhLoop(4, bad=2), x)["cell"]
     assert row.calls == 4
     assert row.call in (2, 3)  # where it is largest; before, nothing differs
     assert row.diverges
-    assert hl.compare(Loop(4), Loop(4), x)["cell"].calls == 4
-    more = hl.compare(Loop(2), Loop(4), x, where="cell")
+    assert hl.compare(TanhLoop(4), TanhLoop(4), x)["cell"].calls == 4
+    more = hl.compare(TanhLoop(2), TanhLoop(4), x, where="cell")
     assert more["cell"].calls == 2
     assert more.notes == ["'cell' was called 2 times more in the second model"]
-    fewer = hl.compare(Loop(4), Loop(2), x, where="cell")
+    fewer = hl.compare(TanhLoop(4), TanhLoop(2), x, where="cell")
     assert fewer.notes == ["'cell' was called 2 times more in the first model"]
 
 
-class Recurrent(nn.Module):
+class NormedLoop(nn.Module):
     def __init__(self):
         super().__init__()
         self.cell, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
@@ -302,7 +303,7 @@ class Recurrent(nn.Module):
 
 
 def test_a_module_that_diverges_in_a_later_call_comes_after_what_made_it_diverge():
-    a = Recurrent()
+    a = NormedLoop()
     b = copy.deepcopy(a)
     b.norm.eps = 0.1
     comparison = hl.compare(a, b, torch.randn(4, 8))
@@ -381,18 +382,9 @@ def test_modules_that_only_one_model_calls_are_listed():
     assert hl.compare(Skips(True), Skips(False), x).only_b == ["b"]
 
 
-class Gives(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def test_nested_values_are_compared_part_by_part():
-    a = Gives(lambda x: {"h": (x, x * 2), "n": None})
-    b = Gives(lambda x: {"h": (x, x * 3), "extra": x})
+    a = Giving(lambda x: {"h": (x, x * 2), "n": None})
+    b = Giving(lambda x: {"h": (x, x * 3), "extra": x})
     comparison = hl.compare(a, b, torch.ones(2))
     assert comparison["[h][0]"].error == 0
     assert comparison["[h][1]"].relative == 0.5
@@ -401,27 +393,27 @@ def test_nested_values_are_compared_part_by_part():
 
 
 def test_parts_that_one_model_alone_returns_are_listed_and_diverge_from_nothing():
-    more = nn.Sequential(Gives(lambda x: (x, x * 2)), Gives(lambda x: x[0]))
-    less = nn.Sequential(Gives(lambda x: (x, None)), Gives(lambda x: x[0]))
+    more = nn.Sequential(Giving(lambda x: (x, x * 2)), Giving(lambda x: x[0]))
+    less = nn.Sequential(Giving(lambda x: (x, None)), Giving(lambda x: x[0]))
     x = torch.ones(2)
     assert hl.compare(more, less, x).equal
     assert hl.compare(more, less, x).only_a == ["0[1]"]
     assert hl.compare(less, more, x).only_b == ["0[1]"]
     twice = hl.compare(more, less, lambda model: (model(x), model(x)))
     assert twice.only_a == ["0[1]"]
-    late = nn.Sequential(less[0], Gives(lambda x: x[0] * 2))
+    late = nn.Sequential(less[0], Giving(lambda x: x[0] * 2))
     assert hl.compare(more, late, x).first.place == "1"
 
 
 def test_values_without_a_common_part_diverge():
-    comparison = hl.compare(Gives(lambda x: x), Gives(lambda x: (x, x)), torch.ones(2))
+    comparison = hl.compare(Giving(lambda x: x), Giving(lambda x: (x, x)), torch.ones(2))
     assert not comparison.equal
     assert comparison.first.remark == "only in the first"
     assert not comparison.only_a
 
 
 def test_shapes_that_differ_are_named():
-    comparison = hl.compare(Gives(lambda x: x), Gives(lambda x: x[:1]), torch.ones(2, 3))
+    comparison = hl.compare(Giving(lambda x: x), Giving(lambda x: x[:1]), torch.ones(2, 3))
     assert comparison.first.remark == "shapes (2, 3) and (1, 3)"
     assert "they part at '': shapes (2, 3) and (1, 3)" in str(comparison)
     assert comparison.to_dict()["places"][0]["error"] is None
@@ -430,9 +422,9 @@ def test_shapes_that_differ_are_named():
 def test_nan_and_infinity_are_equal_only_to_themselves():
     nan, inf = float("nan"), float("inf")
     x = torch.tensor([1.0, nan, inf, -inf])
-    assert hl.compare(Gives(lambda x: x), Gives(lambda x: x), x).equal
+    assert hl.compare(Giving(lambda x: x), Giving(lambda x: x), x).equal
     found = hl.compare(
-        Gives(lambda x: x), Gives(lambda x: torch.tensor([1.0, 2.0, inf, inf])), x
+        Giving(lambda x: x), Giving(lambda x: torch.tensor([1.0, 2.0, inf, inf])), x
     ).first
     assert found.error == inf
     assert found.diverges
@@ -440,12 +432,12 @@ def test_nan_and_infinity_are_equal_only_to_themselves():
     assert (
         found.remark == "NaN in the first and inf in the first and inf in the second, 2 of 4 differ"
     )
-    content = hl.compare(Gives(lambda x: x), Gives(lambda x: x * nan), torch.ones(2)).to_dict()
+    content = hl.compare(Giving(lambda x: x), Giving(lambda x: x * nan), torch.ones(2)).to_dict()
     assert json.loads(json.dumps(content, allow_nan=False)) == content
 
 
 def test_values_without_a_finite_number_in_common_have_no_cosine():
-    one, none = Gives(lambda x: x), Gives(lambda x: x * float("nan"))
+    one, none = Giving(lambda x: x), Giving(lambda x: x * float("nan"))
     comparison = hl.compare(one, none, torch.ones(2))
     assert np.isnan(comparison[""].cosine)
     assert comparison.to_dict()["places"][0]["cosine"] is None
@@ -453,7 +445,7 @@ def test_values_without_a_finite_number_in_common_have_no_cosine():
 
 
 def test_zeros_and_nothing_have_an_error_too():
-    zero, one = Gives(lambda x: x * 0), Gives(lambda x: x)
+    zero, one = Giving(lambda x: x * 0), Giving(lambda x: x)
     assert hl.compare(zero, zero, torch.ones(2)).first is None
     assert hl.compare(zero, zero, torch.ones(2))[""].cosine == 1
     assert hl.compare(zero, one, torch.ones(2)).first.relative == float("inf")
@@ -461,7 +453,7 @@ def test_zeros_and_nothing_have_an_error_too():
 
 @pytest.mark.parametrize("size", [1e-170, 1e-310, 1e170, 1e300])
 def test_values_whose_squares_are_nothing_or_infinite_are_compared(size):
-    one, other = Gives(lambda x: x * size), Gives(lambda x: x * (3 * size))
+    one, other = Giving(lambda x: x * size), Giving(lambda x: x * (3 * size))
     x = torch.tensor([1.0, -1.0], dtype=torch.float64)
     assert hl.compare(one, one, x)
     found = hl.compare(one, other, x)[""]
@@ -482,7 +474,7 @@ def test_values_whose_squares_are_nothing_or_infinite_are_compared(size):
     ids=["float", "int", "array", "numpy number", "beside a tensor"],
 )
 def test_numbers_and_arrays_are_compared_too(give):
-    one, other = Gives(give), Gives(lambda x: give(2 * x))
+    one, other = Giving(give), Giving(lambda x: give(2 * x))
     assert hl.compare(one, one, torch.ones(3))
     found = hl.compare(one, other, torch.ones(3))
     assert found.first.relative == pytest.approx(1)
@@ -496,7 +488,7 @@ def test_an_array_that_is_written_to_later_is_compared_as_it_was():
     class Reuses(nn.Module):
         def __init__(self, step):
             super().__init__()
-            self.first, self.step, self.memory = Gives(self.fill), step, np.zeros(3)
+            self.first, self.step, self.memory = Giving(self.fill), step, np.zeros(3)
 
         def fill(self, x):
             self.memory[:] = x.numpy() + self.step
@@ -522,8 +514,8 @@ def test_a_quantised_model_is_compared_with_the_float_one():
     assert comparison["0.0"].cosine > 0.99
     assert comparison.equal
     assert hl.compare(model, quantised, torch.randn(4, 16), tolerance=1e-4).first.place == "0.0"
-    packed = Gives(lambda x: torch.quantize_per_tensor(x, 0.01, 0, torch.qint8))
-    row = hl.compare(Gives(lambda x: x), packed, torch.linspace(-1, 1, 7))[""]
+    packed = Giving(lambda x: torch.quantize_per_tensor(x, 0.01, 0, torch.qint8))
+    row = hl.compare(Giving(lambda x: x), packed, torch.linspace(-1, 1, 7))[""]
     assert 0 < row.error <= 0.0051
     assert row.tolerance == 0.2
     assert row.dtype_b == "qint8"
@@ -532,10 +524,10 @@ def test_a_quantised_model_is_compared_with_the_float_one():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_sparse_ragged_and_complex_values_are_compared():
     x = torch.eye(3)
-    assert hl.compare(Gives(lambda x: x.to_sparse()), Gives(lambda x: x), x).equal
-    ragged = Gives(lambda x: torch.nested.nested_tensor([x[0], x[1, :2]]))
+    assert hl.compare(Giving(lambda x: x.to_sparse()), Giving(lambda x: x), x).equal
+    ragged = Giving(lambda x: torch.nested.nested_tensor([x[0], x[1, :2]]))
     assert hl.compare(ragged, ragged, x).equal
-    row = hl.compare(Gives(lambda x: x * 1j), Gives(lambda x: x * 2j), x)[""]
+    row = hl.compare(Giving(lambda x: x * 1j), Giving(lambda x: x * 2j), x)[""]
     assert row.relative == 1
     assert row.error == 1
 

@@ -12,8 +12,8 @@ from textwrap import dedent
 import pytest
 import torch
 import torch.distributions as dist
-from helpers import assert_clean, bits
 from models import Failing, small
+from oracles import assert_clean, bits, by_hand
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -35,26 +35,7 @@ from hookline.compat.torch_hook_utils import (
 )
 
 
-def by_hand(model, layers, run):
-    """What raw torch hooks see: the first arguments, the outputs and the result of the run."""
-    inputs, outputs, handles = {}, {}, []
-    for name, layer in dict(layers).items():
-
-        def before(module, args, kwargs, name=name):
-            inputs[name] = (*args, *kwargs.values())[0]
-
-        def after(module, args, output, name=name):
-            outputs[name] = output
-
-        handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(layer.register_forward_hook(after))
-    result = run(model)
-    for handle in handles:
-        handle.remove()
-    return inputs, outputs, result
-
-
-def assert_same(found, expected):
+def assert_same_bits(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(bits(found[name]), bits(value)), name
@@ -165,13 +146,13 @@ def test_every_name_is_where_it_was():
 @pytest.mark.parametrize("form", [list, dict, iter, lambda pairs: nn.ModuleDict(dict(pairs))])
 def test_inputs_and_outputs_are_those_that_raw_hooks_see(form):
     model, x = small(), torch.randn(5, 3)
-    inputs, outputs, result = by_hand(model, model.named_children(), lambda m: m(x))
+    seen = by_hand(model, lambda m: m(x), dict(model.named_children()))
     with get_layer_inputs(form(model.named_children())) as found_inputs:
         with get_layer_outputs(form(model.named_children())) as found_outputs:
             found = model(x)
-    assert torch.equal(bits(found), bits(result))
-    assert_same(found_inputs, inputs)
-    assert_same(found_outputs, outputs)
+    assert torch.equal(bits(found), bits(seen.result))
+    assert_same_bits(found_inputs, {name: value for name, (value,) in seen.inputs.items()})
+    assert_same_bits(found_outputs, {name: value for name, (value,) in seen.outputs.items()})
     assert_clean(model)
 
 
@@ -180,7 +161,7 @@ def test_the_layers_may_belong_to_several_models():
     layers = {"one.fc": one[2], "other.fc": other[2]}
     with get_layer_outputs(layers) as outputs:
         expected = {"other.fc": other(x), "one.fc": one(x)}
-    assert_same(outputs, expected)
+    assert_same_bits(outputs, expected)
     assert list(outputs) == ["one.fc", "other.fc"]  # in the order in which they were given
     assert_clean(one, other)
 
@@ -188,11 +169,11 @@ def test_the_layers_may_belong_to_several_models():
 def test_a_layer_is_named_as_it_was_given_also_inside_another_one():
     model, x = nn.Sequential(small(), nn.ReLU()), torch.randn(2, 3)
     names = [name for name, _ in model.named_modules()]
-    _, outputs, _ = by_hand(model, model.named_modules(), lambda m: m(x))
+    seen = by_hand(model, lambda m: m(x))
     with get_layer_outputs(model.named_modules()) as found:
         model(x)
     assert set(found) == set(names) == {"", "0", "0.0", "0.1", "0.2", "1"}
-    assert_same(found, outputs)
+    assert_same_bits(found, {name: value for name, (value,) in seen.outputs.items()})
 
 
 def test_an_error_names_a_layer_as_it_was_given():
@@ -223,7 +204,7 @@ def test_a_layer_under_two_names_is_there_under_both():
     layer, x = nn.Linear(3, 2), torch.randn(1, 3)
     with get_layer_inputs({"a": layer, "b*/[0]": layer}) as inputs:
         layer(x)
-    assert_same(inputs, {"a": x, "b*/[0]": x})
+    assert_same_bits(inputs, {"a": x, "b*/[0]": x})
 
 
 def test_the_first_argument_is_the_input_however_it_was_passed():
@@ -354,7 +335,7 @@ def test_the_dict_is_saved_as_a_plain_one():
     file = io.BytesIO()
     torch.save(outputs, file)
     file.seek(0)
-    assert_same(torch.load(file, weights_only=True), {"layer": x})
+    assert_same_bits(torch.load(file, weights_only=True), {"layer": x})
 
 
 def test_layers_that_did_not_run_are_absent_and_reading_says_so():
@@ -570,8 +551,8 @@ def test_the_indices_of_every_kind_of_pool_are_saved_and_its_output_is_as_ever(k
     output, indices = function(x, *arguments, return_indices=True)
     with save_maxpool_indices(model) as saved:
         found = model(x)
-        assert_same(saved, {"1": indices})  # inside the block, too
-    assert_same(saved, {"1": indices})
+        assert_same_bits(saved, {"1": indices})  # inside the block, too
+    assert_same_bits(saved, {"1": indices})
     assert torch.equal(bits(found), bits(output))
     if gradient:
         assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, output)))
@@ -606,7 +587,7 @@ def test_layers_that_return_their_indices_go_on_doing_so():
         output, returned = pools["open"](x)
     assert torch.equal(output, expected)
     assert torch.equal(returned, indices)
-    assert_same(saved, {"quiet": indices, "open": indices})
+    assert_same_bits(saved, {"quiet": indices, "open": indices})
     assert not pools["quiet"].return_indices
     assert pools["open"].return_indices
     assert torch.equal(pools["quiet"](x), expected)
@@ -689,7 +670,7 @@ def test_a_pool_may_run_in_other_threads_meanwhile():
     with ThreadPoolExecutor(1) as pool, save_maxpool_indices(encoder) as indices:
         encoder(x)
         assert torch.equal(pool.submit(encoder, other).result(), F.max_pool1d(other, 2))
-    assert_same(indices, {"0": F.max_pool1d(x, 2, return_indices=True)[1]})
+    assert_same_bits(indices, {"0": F.max_pool1d(x, 2, return_indices=True)[1]})
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -749,7 +730,7 @@ def test_several_pools_of_nested_encoders_and_decoders(coded):
     with save_maxpool_indices(encoder) as indices:
         found = encoder(x)
     assert all(map(torch.equal, found, code))
-    assert_same(indices, expected)
+    assert_same_bits(indices, expected)
     with use_indices_in_maxunpool(decoder, indices):
         assert torch.equal(decoder(*code), decoded)
     assert list(indices) == NAMES

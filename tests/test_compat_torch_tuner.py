@@ -2,84 +2,32 @@
 
 import copy
 import random
-from collections import namedtuple
 from contextlib import chdir
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch_tuner
-from helpers import assert_clean, bits, cut, weigh
+from models import perceptron
+from oracles import assert_clean, bits, weigh
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from tuner_hooks import (
+    CHANGED,
+    FOLDERS,
+    HOOK_KINDS,
+    PORTS,
+    assert_equal_nested,
+    outcomes,
+    register,
+    row_batches,
+    saved_files,
+    saved_names,
+)
 
 import hookline as hl
 from hookline.compat import torch_tuner as compat
 from hookline.compat.torch_tuner import Hooks
 
-KINDS = ("fh", "fph", "fbh", "fbph")
-FOLDERS = {
-    "fh": "saved_forward_hook_values",
-    "fph": "saved_forward_prehook_inputs",
-    "fbh": "saved_full_backward_hook_gradients",
-    "fbph": "saved_full_backward_prehook_gradients",
-}
-PORTS = {"fh": "", "fph": ":input", "fbh": ":grad_input", "fbph": ":grad_output"}
-WORDS = {"fh": "output", "fph": "input", "fbh": "input", "fbph": "output"}  # what updates change
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Every test has a working directory of its own."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def saved(folder):
-    """All files in a folder by name, with what is in them."""
-    return {
-        file.relative_to(folder).as_posix(): torch.load(file, weights_only=True)
-        for file in sorted(folder.rglob("*.pt"))
-    }
-
-
-def names(folder):
-    return [name.rpartition("/")[2] for name in saved(folder)]
-
-
-def perceptron():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def batches(*sizes):
-    torch.manual_seed(1)
-    return [torch.randn(size, 3) for size in sizes]
-
-
-def train(model, data):
-    """Forward and backward for each batch; everything that came out."""
-    found = []
-    for batch in data:
-        x = batch.clone().requires_grad_()
-        model.zero_grad()
-        y = model(x)
-        weigh(y).backward()
-        grads = [x.grad, *(parameter.grad for parameter in model.parameters())]
-        found += [y.detach(), *(torch.empty(0) if grad is None else grad for grad in grads)]
-    return found
-
-
-def register(hooks, kind, *, noise=None, values=None, visualize=False, **more):
-    """Register a hook of a kind, with the arguments that it has."""
-    word = WORDS[kind]
-    given = {}
-    if noise is not None:
-        given |= {f"add_noise_{word}": True, f"noise_{word}": noise}
-    if values is not None:
-        given |= {f"add_values_{word}": True, f"new_values_{word}": values}
-    method = getattr(hooks, f"register_{kind}")
-    return method(update=bool(given), visualize=visualize, **given, **more)
+pytestmark = pytest.mark.usefixtures("folder")  # each test works in a folder of its own
 
 
 def compare(folder, make, use):
@@ -91,36 +39,26 @@ def compare(folder, make, use):
         with chdir(place):
             model = make()
             result = use(library.Hooks, model)
-        found.append((result, saved(place)))
+        found.append((result, saved_files(place)))
     (expected, files), (result, ours) = found
     assert len(result) == len(expected) > 0
     for one, other in zip(result, expected, strict=True):
         assert torch.equal(one, other)
     assert list(ours) == list(files)
     for name, value in files.items():
-        assert_same(ours[name], value)
+        assert_equal_nested(ours[name], value)
     return ours
-
-
-def assert_same(one, other):
-    if isinstance(other, tuple):
-        assert isinstance(one, tuple)
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    else:
-        assert torch.equal(one, other)
 
 
 # -- as the original does -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2, 4, -1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_visualize_saves_the_files_of_the_original(folder, kind, layer):
     def use(hooks, model):
         register(hooks(model, layer), kind, visualize=True)
-        return train(model, batches(8, 8, 3))
+        return outcomes(model, row_batches(8, 8, 3))
 
     files = compare(folder, perceptron, use)
     assert len(files) == (6 if kind in ("fh", "fbh") else 3)
@@ -129,11 +67,11 @@ def test_visualize_saves_the_files_of_the_original(folder, kind, layer):
 
 def test_files_are_named_by_value_iteration_batch_size_and_layer(folder):
     model = perceptron()
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(Hooks(model, 2), kind, visualize=True)
-    train(model, batches(8))
+    outcomes(model, row_batches(8))
     ending = "_0_batch_size_8_layer_2"
-    assert sorted(saved(folder)) == [
+    assert sorted(saved_files(folder)) == [
         f"saved_forward_hook_values/input{ending}_forward_hook_tensor.pt",
         f"saved_forward_hook_values/output{ending}_forward_hook_tensor.pt",
         f"saved_forward_prehook_inputs/inputs{ending}_forward_prehook_tensor.pt",
@@ -144,37 +82,37 @@ def test_files_are_named_by_value_iteration_batch_size_and_layer(folder):
 
 
 @pytest.mark.parametrize("by", ["number", "tensor", "row", "values", "both"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_update_changes_what_the_original_changes(folder, kind, by):
     torch.manual_seed(2)
-    shape = (8, 5 if WORDS[kind] == "output" else 4)
+    shape = (8, 5 if CHANGED[kind] == "output" else 4)
     noise = {"number": 0.3, "tensor": torch.randn(shape), "row": torch.randn(shape[1]), "both": 1.7}
     values = torch.randn(shape) if by in ("values", "both") else None
 
     def use(hooks, model):
         register(hooks(model, 2), kind, noise=noise.get(by), values=values)
-        return train(model, batches(8, 8))
+        return outcomes(model, row_batches(8, 8))
 
     compare(folder, perceptron, use)
-    bare = train(perceptron(), batches(8, 8))
+    bare = outcomes(perceptron(), row_batches(8, 8))
     changed = use(Hooks, perceptron())
     assert not all(torch.equal(a, b) for a, b in zip(changed, bare, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_new_values_are_multiplied_by_the_noise(kind):
     model = perceptron()
-    shape = (8, 5 if WORDS[kind] == "output" else 4)
+    shape = (8, 5 if CHANGED[kind] == "output" else 4)
     register(Hooks(model, 2), kind, noise=3.0, values=torch.full(shape, 2.0))
     port = PORTS[kind]
     with hl.capture(model, f"2{port}") as record:
-        train(model, batches(8))
+        outcomes(model, row_batches(8))
     assert torch.equal(record[f"2{port}"], torch.full(shape, 6.0))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_all_hooks_in_one_instance_act_as_in_the_original_in_any_order(folder, seed):
-    order = [(kind, how) for kind in KINDS for how in ("update", "visualize")]
+    order = [(kind, how) for kind in HOOK_KINDS for how in ("update", "visualize")]
     random.Random(seed).shuffle(order)
     order = order[: 2 + seed % 7]
 
@@ -183,13 +121,13 @@ def test_all_hooks_in_one_instance_act_as_in_the_original_in_any_order(folder, s
         for kind, how in order:
             noise = {"fh": 0.5, "fph": 3.0, "fbh": -0.25, "fbph": 7.0}[kind]
             register(one, kind, **({"noise": noise} if how == "update" else {"visualize": True}))
-        return train(model, batches(8, 3))
+        return outcomes(model, row_batches(8, 3))
 
     compare(folder, perceptron, use)
 
 
 @pytest.mark.parametrize("how", ["update", "visualize"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_a_removed_handle_acts_no_more_and_the_iteration_counts_on(folder, kind, how):
     def use(hooks, model):
         one = hooks(model, 2)
@@ -197,14 +135,14 @@ def test_a_removed_handle_acts_no_more_and_the_iteration_counts_on(folder, kind,
         found = []
         for _ in range(2):
             handle = register(one, kind, **given)
-            found += train(model, batches(4))
+            found += outcomes(model, row_batches(4))
             assert handle.remove() is None
             handle.remove()
-            found += train(model, batches(4, 3))
+            found += outcomes(model, row_batches(4, 3))
         with register(one, kind, **given) as same:
-            found += train(model, batches(4))
+            found += outcomes(model, row_batches(4))
         assert same is not None
-        found += train(model, batches(4))
+        found += outcomes(model, row_batches(4))
         assert_clean(model)
         return found
 
@@ -218,8 +156,8 @@ def test_a_removed_handle_stays_removed_when_others_are_registered(folder, kind)
     hooks = Hooks(model, 2)
     register(hooks, kind, visualize=True).remove()
     register(hooks, "fph", noise=2.0)
-    train(model, batches(4))
-    assert names(folder) == []
+    outcomes(model, row_batches(4))
+    assert saved_names(folder) == []
 
 
 def test_hooks_act_without_their_handle_and_are_listed(folder):
@@ -231,7 +169,7 @@ def test_hooks_act_without_their_handle_and_are_listed(folder):
     assert model[2](torch.ones(1, 4)).any()
 
 
-class Twice(nn.Module):
+class CallsSharedTwice(nn.Module):
     """Calls one layer several times, and another one once."""
 
     def __init__(self):
@@ -244,13 +182,13 @@ class Twice(nn.Module):
         return self.last(self.shared(torch.tanh(self.shared(x)).repeat(2, 1)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_a_layer_that_is_called_twice_has_two_iterations(folder, kind):
     def use(hooks, model):
         register(hooks(model, 0), kind, visualize=True)
-        return train(model, batches(4, 2))
+        return outcomes(model, row_batches(4, 2))
 
-    files = compare(folder, Twice, use)
+    files = compare(folder, CallsSharedTwice, use)
     assert len(files) == (8 if kind in ("fh", "fbh") else 4)
 
 
@@ -258,7 +196,7 @@ def test_a_layer_that_is_called_twice_has_two_iterations(folder, kind):
 def test_each_backward_pass_is_an_iteration_and_a_forward_alone_is_none(folder, kind):
     def use(hooks, model):
         register(hooks(model, 2), kind, visualize=True)
-        (x,) = batches(4)
+        (x,) = row_batches(4)
         model(x)
         y = model(x.requires_grad_())
         weigh(y).backward(retain_graph=True)
@@ -278,7 +216,7 @@ def test_each_backward_pass_is_an_iteration_and_a_forward_alone_is_none(folder, 
 def test_without_a_gradient_for_the_input_that_of_the_output_is_saved(folder):
     def use(hooks, model):
         register(hooks(model, 0), "fbh", visualize=True)
-        y = model(*batches(4))
+        y = model(*row_batches(4))
         weigh(y).backward()
         return [y]
 
@@ -314,7 +252,7 @@ def test_the_attributes_of_the_original_are_there():
     assert Hooks(model).layer_index is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_arguments_are_those_of_the_original_in_their_order(kind):
     model = perceptron()
     seen = []
@@ -323,7 +261,7 @@ def test_arguments_are_those_of_the_original_in_their_order(kind):
     hook_of(True, False, True, False, noise, None)
     port = PORTS[kind]
     with hl.hook(model, f"2{port}", lambda value: seen.append(value.count_nonzero())):
-        train(model, batches(4))
+        outcomes(model, row_batches(4))
     assert seen == [0]
 
 
@@ -345,20 +283,20 @@ def test_each_registration_has_its_own_noise_and_values():
 
 def test_nothing_is_printed(capsys):
     model = perceptron()
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(Hooks(model, 2), kind, visualize=True, noise=2.0)
-    train(model, batches(4))
+    outcomes(model, row_batches(4))
     Hooks(model, 0).get_shape_of_layer()
     assert capsys.readouterr() == ("", "")
 
 
 def test_saved_tensors_do_not_require_grad(folder):
     model = perceptron()
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(Hooks(model, 2), kind, visualize=True)
-    train(model, batches(4))
-    assert saved(folder)
-    assert not any(value.requires_grad for value in saved(folder).values())
+    outcomes(model, row_batches(4))
+    assert saved_files(folder)
+    assert not any(value.requires_grad for value in saved_files(folder).values())
 
 
 def test_a_slice_is_saved_without_the_memory_that_it_is_a_view_of(folder):
@@ -417,9 +355,9 @@ def test_a_layer_is_named_by_index_name_object_or_a_list_of_them(folder, layer, 
 
     register(Hooks(model, given(layer)), "fph", visualize=True)
     register(Hooks(model), "fbph", visualize=True, layer=given(layer))
-    train(model, batches(4))
+    outcomes(model, row_batches(4))
     for word, ending in (("inputs", "forward_prehook"), ("grad_output", "full_backward_prehook")):
-        found = [name for name in names(folder) if name.startswith(word)]
+        found = [name for name in saved_names(folder) if name.startswith(word)]
         start = f"{word}_0_batch_size_4_layer_"
         assert sorted(found) == sorted(f"{start}{label}_{ending}_tensor.pt" for label in labels)
 
@@ -428,10 +366,10 @@ def test_several_layers_in_one_instance_each_count_for_themselves(folder):
     model = Nest()
     handle = register(Hooks(model, ["head.0", "head.2"]), "fh", visualize=True)
     with hl.capture(model, "head.0", "head.2") as record:
-        model(*batches(4))
+        model(*row_batches(4))
         model.head[2](torch.ones(1, 3))
     handle.remove()
-    files = {name.rpartition("/")[2]: value for name, value in saved(folder).items()}
+    files = {name.rpartition("/")[2]: value for name, value in saved_files(folder).items()}
     assert len(files) == 6
     for name, place, call in (
         ("output_0_batch_size_4_layer_head.0", "head.0", 0),
@@ -444,7 +382,7 @@ def test_several_layers_in_one_instance_each_count_for_themselves(folder):
 
 def test_one_update_acts_at_several_layers_and_one_handle_ends_it():
     model = Nest()
-    (x,) = batches(4)
+    (x,) = row_batches(4)
     before = model(x)
     handle = register(Hooks(model, ["body.*", 1]), "fh", noise=0.0)
     with hl.capture(model, "body.*", "head") as record:
@@ -469,521 +407,38 @@ def test_different_layers_of_one_instance_can_have_different_updates():
 # -- update and visualize together ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_with_an_update_the_values_before_it_are_saved(folder, kind):
     model = perceptron()
     hooks = Hooks(model, 2)
-    bare = train(model, batches(4))
+    bare = outcomes(model, row_batches(4))
     with register(hooks, kind, visualize=True):
-        train(model, batches(4))
+        outcomes(model, row_batches(4))
     with register(hooks, kind, noise=-3.0):
-        expected = train(model, batches(4))
+        expected = outcomes(model, row_batches(4))
     with register(hooks, kind, visualize=True, noise=-3.0):
-        found = train(model, batches(4))
+        found = outcomes(model, row_batches(4))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(found, bare, strict=True))
-    files = saved(folder)
+    files = saved_files(folder)
     assert files
     for name, value in files.items():
         assert torch.equal(value, files[name.replace("_1_batch_", "_0_batch_")])
     assert_clean(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_looking_changes_nothing_bit_for_bit(kind):
     model = perceptron()
-    before = train(model, batches(8, 3))
+    before = outcomes(model, row_batches(8, 3))
     handle = register(Hooks(model, [0, 2, "3"]), kind, visualize=True)
-    during = train(model, batches(8, 3))
+    during = outcomes(model, row_batches(8, 3))
     handle.remove()
-    after = train(model, batches(8, 3))
+    after = outcomes(model, row_batches(8, 3))
     for one, two, three in zip(before, during, after, strict=True):
         assert torch.equal(bits(one), bits(two))
         assert torch.equal(bits(one), bits(three))
     assert_clean(model)
-
-
-# -- all values -----------------------------------------------------------------------------------
-
-
-class Mix(nn.Module):
-    def forward(self, x, scale, *, bias=None, name="none"):
-        return x * scale + (0 if bias is None else bias)
-
-
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mix = Mix()
-
-    def forward(self, x):
-        return self.mix(x, x.exp(), bias=x[:, :1] * 2, name="given")
-
-
-def test_every_argument_has_a_file_and_the_first_has_the_name_of_the_original(folder):
-    model = Mixed()
-    hooks = Hooks(model, 0)
-    for kind in ("fh", "fph", "fbh"):
-        register(hooks, kind, visualize=True)
-    (x,) = batches(4)
-    expected = []
-
-    def keep(module, args, kwargs, output):
-        values = (*args, kwargs["bias"], output)
-        for value in values:
-            value.retain_grad()
-        expected.append(values)
-
-    model.mix.register_forward_hook(keep, with_kwargs=True)
-    weigh(model(x.requires_grad_())).backward()
-    values = expected[0]
-    files = {name.rpartition("/")[2]: value for name, value in saved(folder).items()}
-    end = "_0_batch_size_4_layer_0_"
-    for part, value in zip(("", "_scale", "_bias"), values, strict=False):
-        assert torch.equal(files.pop(f"input{end}forward_hook_tensor{part}.pt"), value)
-        assert torch.equal(files.pop(f"inputs{end}forward_prehook_tensor{part}.pt"), value)
-        share = files.pop(f"grad_input{end}full_backward_hook_tensor{part}.pt")
-        if part:  # of x there are other uses, too
-            assert torch.equal(share, value.grad)
-        else:
-            assert torch.equal(share, values[3].grad * values[1])
-    assert torch.equal(files.pop(f"output{end}forward_hook_tensor.pt"), values[3])
-    assert torch.equal(files.pop(f"grad_output{end}full_backward_hook_tensor.pt"), values[3].grad)
-    assert not files
-
-
-def test_a_layer_that_is_called_by_names_only_is_saved_and_updated(folder):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mix = Mix()
-
-        def forward(self, x):
-            return self.mix(scale=x[:1] * 3, x=x)
-
-    model = Named()
-    hooks = Hooks(model, 0)
-    register(hooks, "fph", visualize=True, noise=10.0)
-    assert torch.equal(model(torch.ones(2, 1)), torch.full((2, 1), 30.0))
-    values = saved(folder)
-    first, second = values
-    assert first.endswith("inputs_0_batch_size_2_layer_0_forward_prehook_tensor.pt")
-    assert second.endswith("inputs_0_batch_size_2_layer_0_forward_prehook_tensor_scale.pt")
-    assert torch.equal(values[first], torch.ones(2, 1))
-    assert torch.equal(values[second], torch.full((1, 1), 3.0))
-
-
-def test_positional_arguments_without_names_are_told_by_their_position(folder):
-    class Sum(nn.Module):
-        def forward(self, *values):
-            return sum(values)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.sum = Sum()
-
-        def forward(self, x):
-            return self.sum(x * 1, x * 2)
-
-    model = Model()
-    hooks = Hooks(model, 0)
-    register(hooks, "fph", visualize=True)
-    register(hooks, "fbh", visualize=True)
-    model(torch.ones(2, 1, requires_grad=True)).sum().backward()
-    assert [name.rpartition("tensor")[2] for name in names(folder) if "put_0" not in name] == [
-        ".pt", "_1.pt"
-    ]  # fmt: skip
-    assert [n.rpartition("tensor")[2] for n in names(folder) if n.startswith("grad_input")] == [
-        ".pt", "_1.pt"
-    ]  # fmt: skip
-
-
-Pair = namedtuple("Pair", "left right")
-
-
-@dataclass
-class Output:
-    logits: torch.Tensor
-    extras: dict
-    note: object
-
-
-class Nested(nn.Module):
-    def forward(self, pair):
-        left, right = pair
-        return Output(left + right, {"product": [left * right, 3, "word"]}, object())
-
-
-class NestedModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.nested = Nested()
-
-    def forward(self, x):
-        output = self.nested(Pair(x * 2, x * 3))
-        return output.logits.sum() + output.extras["product"][0].sum()
-
-
-def test_nested_values_are_saved_in_plain_containers(folder):
-    model = NestedModel()
-    register(Hooks(model, 0), "fh", visualize=True)
-    x = torch.ones(2, 1)
-    model(x)
-    given, output = saved(folder).values()
-    assert type(given) is tuple
-    assert_same(given, (x * 2, x * 3))
-    assert list(output) == ["logits", "extras", "note"]
-    assert torch.equal(output["logits"], x * 5)
-    assert torch.equal(output["extras"]["product"][0], x * 6)
-    assert output["extras"]["product"][1:] == [3, "word"]
-    assert output["note"] is None
-
-
-def test_gradients_of_nested_values_have_a_file_for_each_part(folder):
-    model = NestedModel()
-    register(Hooks(model, 0), "fbh", visualize=True)
-    x = torch.ones(2, 1, requires_grad=True)
-    model(x).backward()
-    found = {
-        name.rpartition("/")[2].replace("_0_batch_size_2_layer_0_full_backward_hook_tensor", ""): v
-        for name, v in saved(folder).items()
-    }
-    assert {name: value[0].item() for name, value in found.items()} == {
-        "grad_input_pair.left.pt": 4.0,
-        "grad_input_pair.right.pt": 3.0,
-        "grad_output_logits.pt": 1.0,
-        "grad_output_extras.product.0.pt": 1.0,
-    }
-
-
-def test_a_list_that_holds_itself_is_saved(folder):
-    class Odd(nn.Module):
-        def forward(self, x):
-            found = [x]
-            found.append(found)
-            return found
-
-    model = nn.Sequential(Odd())
-    register(Hooks(model, 0), "fh", visualize=True)
-    model(torch.ones(2))
-    output = list(saved(folder).values())[1]
-    assert torch.equal(output[0], torch.ones(2))
-    assert output[1] is None
-
-
-def test_the_gradients_of_an_lstm_are_saved_where_the_loss_uses_one_state(folder):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LSTM(3, 4, batch_first=True))
-    register(Hooks(model, 0), "fbh", visualize=True)
-    x = torch.randn(5, 2, 3, requires_grad=True)
-    _, (hidden, _) = model(x)
-    weigh(hidden).backward()
-    files = saved(folder)
-    end = "0_batch_size_1_layer_0_full_backward_hook_tensor"
-    assert sorted(name.rpartition("/")[2] for name in files) == [
-        f"grad_input_{end}.pt", f"grad_output_{end}_1.0.pt"
-    ]  # fmt: skip
-    share, grad = files.values()
-    assert torch.equal(share, x.grad)
-    assert torch.equal(grad, torch.linspace(-1, 1, 20).reshape(1, 5, 4))
-
-
-def test_a_value_without_a_batch_dimension_counts_as_one(folder):
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.loss = nn.MSELoss()
-
-        def forward(self, x):
-            return self.loss(x, x + 1)
-
-    model = Loss()
-    register(Hooks(model, 0), "fbph", visualize=True)
-    model(torch.ones(4, requires_grad=True)).backward()
-    assert names(folder) == ["grad_output_0_batch_size_1_layer_0_full_backward_prehook_tensor.pt"]
-
-
-def test_a_layer_without_tensors_saves_nothing(folder):
-    class Name(nn.Module):
-        def forward(self, text):
-            return text.upper()
-
-    model = nn.Sequential(Name())
-    for kind in KINDS:
-        register(Hooks(model, 0), kind, visualize=True)
-    assert model("a") == "A"
-    assert not list(folder.iterdir())
-
-
-# -- models that torch's own hooks cannot serve ---------------------------------------------------
-
-
-@pytest.mark.parametrize("gradients", [True, False])
-def test_the_input_of_an_in_place_layer_is_saved_as_it_was(folder, gradients):
-    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
-    register(Hooks(model, 1), "fh", visualize=True)
-    x = torch.tensor([-1.0, 2.0], requires_grad=gradients)
-    model(x * 1)
-    given, output = saved(folder).values()
-    assert given.tolist() == [-1.0, 2.0]
-    assert output.tolist() == [0.0, 2.0]
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_gradients_around_in_place_layers_are_exact(folder, layer):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
-    same = copy.deepcopy(model)
-    register(Hooks(model, layer), "fbh", visualize=True)
-    (x,) = batches(6)
-    given = same[:layer](x).detach()
-    rest = same[layer + 1 :]
-    expected, (share,) = cut((same[0], nn.ReLU())[layer], [given], lambda y: weigh(rest(y)))
-    weigh(model(x.requires_grad_())).backward()
-    grad_input, grad_output = saved(folder).values()
-    assert torch.equal(grad_input, share)
-    assert torch.equal(grad_output, expected)
-
-
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return x * 2 + self.inner(x)
-
-
-@pytest.mark.parametrize(
-    "layer", [nn.Identity, Residual, lambda: nn.Dropout(0.5).eval(), nn.Flatten]
-)
-def test_gradients_are_those_of_torchs_full_backward_hook(folder, layer):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = layer()
-            self.first = nn.Linear(3, 3)
-
-        def forward(self, x):
-            x = self.first(x)
-            return self.layer(x).square() + x.exp() + self.layer(x * 2)
-
-    model, seen = Model(), []
-    (x,) = batches(4)
-    handle = model.layer.register_full_backward_hook(lambda m, gi, go: seen.append((gi[0], go[0])))
-    weigh(model(x)).backward()
-    handle.remove()
-    register(Hooks(model, "layer"), "fbh", visualize=True)
-    weigh(model(x)).backward()
-    files = list(saved(folder).values())
-    inputs, outputs = files[:2], files[2:]
-    assert len(seen) == 2
-    for n, (share, grad) in enumerate(seen):
-        torch.testing.assert_close(inputs[n], share, rtol=1e-6, atol=1e-6)
-        assert torch.equal(outputs[n], grad)
-
-
-def test_a_gradient_that_is_lost_is_told_on_removing():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Flatten(0), nn.ReLU(inplace=True))
-    handle = register(Hooks(model, 1), "fbph", visualize=True)
-    weigh(model(*batches(2))).backward()
-    with pytest.warns(hl.HooklineWarning, match=r"'1:grad_output' cannot be saved: .*is a view"):
-        handle.remove()
-    assert_clean(model)
-
-
-def test_a_gradient_that_cannot_be_reached_is_told_at_once(folder):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Flatten(0), nn.ReLU(inplace=True))
-    register(Hooks(model, 2), "fbh", visualize=True)
-    with pytest.warns(hl.HooklineWarning, match=r"'2:grad_inputs' cannot be saved: .*in place"):
-        weigh(model(*batches(2))).backward()
-    (name,) = names(folder)
-    assert name.startswith("grad_output_0_")
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_what_checkpointing_runs_again_is_saved_once(folder, reentrant):
-    def run_plainly(model, x):
-        return model(x)
-
-    def run_again(model, x):
-        return checkpoint(model, x, use_reentrant=reentrant)
-
-    for run in (run_plainly, run_again):
-        model = perceptron()
-        place = folder / run.__name__
-        place.mkdir()
-        with chdir(place):
-            for kind in KINDS:
-                register(Hooks(model, 2), kind, visualize=True)
-            for x in batches(4, 4, 2):
-                weigh(run(model, x.requires_grad_())).backward()
-    expected, found = saved(folder / "run_plainly"), saved(folder / "run_again")
-    assert list(found) == list(expected)
-    assert len(found) == 3 * 6
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_a_call_that_raises_is_not_saved_and_the_next_one_is_right(folder):
-    class Picky(nn.Module):
-        def forward(self, x):
-            if x.sum() < 0:
-                raise ValueError("negative")
-            return x * 2
-
-    model = nn.Sequential(Picky())
-    register(Hooks(model, 0), "fh", visualize=True)
-    model(torch.tensor([1.0]))
-    with pytest.raises(ValueError, match="negative"):
-        model(torch.tensor([-5.0]))
-    model(torch.tensor([3.0]))
-    assert [value.item() for value in saved(folder).values()] == [1.0, 3.0, 2.0, 6.0]
-
-
-def test_inputs_and_outputs_of_a_recursive_layer_belong_together(folder):
-    class Deep(nn.Module):
-        def forward(self, x, depth):
-            return x * 2 if depth == 0 else self(x + 1, depth - 1) * 2
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.deep = Deep()
-
-        def forward(self, x):
-            return self.deep(x, 2)
-
-    model = Model()
-    register(Hooks(model, 0), "fh", visualize=True)
-    model(torch.zeros(1))
-    assert [v.item() for v in saved(folder).values()] == [2.0, 1.0, 0.0, 4.0, 8.0, 16.0]
-
-
-def test_a_backward_that_raises_does_no_harm_to_the_next(folder):
-    model = perceptron()
-    register(Hooks(model, 2), "fbh", visualize=True)
-    x = batches(4)[0].requires_grad_()
-    broken = x * 1
-
-    def fail(grad):
-        raise RuntimeError("on purpose")
-
-    broken.register_hook(fail)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        weigh(model(broken)).backward()
-    assert names(folder) == []
-    train(model, batches(4))
-    expected = [
-        f"grad_{w}put_0_batch_size_4_layer_2_full_backward_hook_tensor.pt" for w in ("in", "out")
-    ]
-    assert names(folder) == expected
-
-
-def test_a_copied_model_saves_nothing(folder):
-    model = perceptron()
-    for kind in KINDS:
-        register(Hooks(model, 2), kind, visualize=True)
-    train(copy.deepcopy(model), batches(4))
-    assert names(folder) == []
-    train(model, batches(4))
-    assert len(names(folder)) == 6
-
-
-# -- updates of all kinds of values ---------------------------------------------------------------
-
-
-def test_an_update_of_the_first_input_leaves_the_others_as_they_are():
-    model = Mixed()
-    x = torch.ones(2, 2)
-    register(Hooks(model, 0), "fph", noise=10.0)
-    assert torch.equal(model(x), 10 * x * x.exp() + 2)
-
-
-def test_an_update_of_a_gradient_leaves_those_of_other_inputs_as_they_are():
-    model = Mixed()
-    register(Hooks(model, 0), "fbh", values=torch.full((2, 2), 100.0))
-    x = torch.zeros(2, 2, requires_grad=True)
-    model(x).sum().backward()
-    # By x 100, by the exponential 0, by the bias 2 times 2.
-    assert x.grad.tolist() == [[104.0, 100.0], [104.0, 100.0]]
-
-
-def test_noise_meets_every_floating_point_tensor_of_a_nested_output():
-    model = nn.Sequential(nn.MaxPool1d(2, return_indices=True))
-    register(Hooks(model, 0), "fh", noise=0.5)
-    value, indices = model(torch.tensor([[1.0, 4.0, 2.0, 0.0]]))
-    assert value.tolist() == [[2.0, 1.0]]
-    assert indices.tolist() == [[1, 2]]
-
-
-def test_new_values_of_a_nested_output_are_nested_likewise():
-    model = nn.Sequential(nn.LSTM(3, 4))
-    new = (torch.ones(2, 5, 4), (torch.ones(1, 5, 4) * 2, torch.ones(1, 5, 4) * 3))
-    handle = register(Hooks(model, 0), "fh", values=new, noise=2.0)
-    output, (hidden, cell) = model(torch.zeros(2, 5, 3))
-    assert (output.unique().item(), hidden.unique().item(), cell.unique().item()) == (2, 4, 6)
-    handle.remove()
-    register(Hooks(model, 0), "fh", values=new[0])
-    with pytest.raises(
-        hl.ChangeError, match=r"'0' .* holds \[0\], \[1\]\[0\], \[1\]\[1\], the new"
-    ):
-        model(torch.zeros(2, 5, 3))
-
-
-def test_the_only_tensor_of_a_nested_output_takes_a_tensor_or_the_same_structure():
-    class Boxed(nn.Module):
-        def forward(self, x):
-            return {"box": (x,)}
-
-    model = nn.Sequential(Boxed())
-    new = torch.ones(2)
-    for values in (new, {"box": (new,)}):
-        with register(Hooks(model, 0), "fh", values=values):
-            assert torch.equal(model(torch.zeros(2))["box"][0], new)
-
-
-def test_noise_meets_the_gradients_of_all_parts_and_new_values_are_refused_there():
-    model = nn.Sequential(nn.LSTM(3, 4))
-    x = torch.ones(2, 5, 3, requires_grad=True)
-
-    def gradient():
-        x.grad = None
-        output, (hidden, _) = model(x)
-        (output.sum() + hidden.sum()).backward()
-        return x.grad
-
-    expected = gradient() * 4
-    with register(Hooks(model, 0), "fbph", noise=4.0):
-        assert torch.equal(gradient(), expected)
-    with register(Hooks(model, 0), "fbph", values=torch.ones(1, 5, 4)):
-        with pytest.raises(hl.SeveralTensors, match="'0:grad_output'"):
-            gradient()
-
-
-def test_gradients_flow_into_new_values_and_new_values_stay_as_they_are():
-    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True))
-    values = torch.tensor([[-1.0, 2.0]], requires_grad=True)
-    register(Hooks(model, 0), "fh", values=values)
-    model(torch.ones(1, 3)).sum().backward()
-    assert values.tolist() == [[-1.0, 2.0]]
-    assert values.grad.tolist() == [[0.0, 1.0]]
-
-
-def test_noise_of_one_dimension_lies_along_the_last_as_in_torch():
-    x = torch.ones(2, 3, 3, 3)
-    noise = torch.tensor([1.0, 2.0, 3.0])
-    model = nn.Sequential(nn.Identity())
-    register(Hooks(model, 0), "fh", noise=noise)
-    assert torch.equal(model(x), x * noise)
-    assert torch.equal(model(x[0, 0, 0]), noise)
-
-
-def test_noise_of_another_precision_keeps_that_of_the_value():
-    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
-    register(Hooks(model, 0), "fh", noise=torch.full((2,), 2.0, dtype=torch.float64))
-    assert model(torch.ones(1, 2)).dtype == torch.float32
 
 
 # -- shapes ---------------------------------------------------------------------------------------
@@ -1036,13 +491,13 @@ def test_the_shape_of_any_layer_is_seen_in_a_run(layer, shapes, batch):
     assert_clean(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 @pytest.mark.parametrize("layer", [0, 2])
 def test_the_shapes_are_those_that_new_values_need(kind, layer):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(36, 5), nn.Linear(5, 2))
     x = torch.zeros(2, 1, 5, 5, requires_grad=True)
     hooks = Hooks(model, layer)
-    shape = hooks.get_shape_of_layer(x)[WORDS[kind] == "output"]
+    shape = hooks.get_shape_of_layer(x)[CHANGED[kind] == "output"]
     values = torch.randn(2, shape) if layer == 2 else torch.randn(2, *shape)
     register(hooks, kind, values=values)
     port = PORTS[kind]
@@ -1057,7 +512,7 @@ def test_a_run_for_a_shape_leaves_no_trace(folder):
     )
     model[0].eval()
     hooks = Hooks(model, 3)
-    for kind in KINDS:
+    for kind in HOOK_KINDS:
         register(hooks, kind, visualize=True)
     register(hooks, "fh", values=torch.ones(9, 9))  # would not fit
     before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
@@ -1068,7 +523,7 @@ def test_a_run_for_a_shape_leaves_no_trace(folder):
     assert [m.training for m in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert names(folder) == []
+    assert saved_names(folder) == []
     with pytest.raises(hl.ChangeError):
         model(x)  # the update acts again
 
@@ -1100,7 +555,7 @@ def test_a_layer_with_features_of_its_own_tells_them():
 # -- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_neither_update_nor_visualize_is_an_error(kind):
     model = perceptron()
     with pytest.raises(hl.ChangeError) as caught:
@@ -1113,9 +568,9 @@ def test_neither_update_nor_visualize_is_an_error(kind):
     assert_clean(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_an_update_without_noise_and_values_is_an_error(kind):
-    model, word = perceptron(), WORDS[kind]
+    model, word = perceptron(), CHANGED[kind]
     method = getattr(Hooks(model, 2), f"register_{kind}")
     message = (
         rf"register_{kind} .* neither noise nor new values .* add_noise_{word}=True with noise"
@@ -1135,10 +590,10 @@ def test_what_is_not_switched_on_is_left_out():
 
 
 @pytest.mark.parametrize("wrong", ["values", "noise", "batch"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOK_KINDS)
 def test_a_wrong_shape_is_an_error_that_shows_both_sides(kind, wrong):
     model = perceptron()
-    features = 5 if WORDS[kind] == "output" else 4
+    features = 5 if CHANGED[kind] == "output" else 4
     given = {
         "values": {"values": torch.ones(8, 9)},
         "noise": {"noise": torch.ones(8, 9)},
@@ -1147,14 +602,14 @@ def test_a_wrong_shape_is_an_error_that_shows_both_sides(kind, wrong):
     shape = (7, features) if wrong == "batch" else (8, 9)
     handle = register(Hooks(model, 2), kind, **given)
     with pytest.raises(hl.ChangeError) as caught:
-        train(model, batches(8))
+        outcomes(model, row_batches(8))
     assert f"{shape}" in caught.value.found
     assert f"{(8, features)}" in caught.value.found
     assert caught.value.remedy
     port = PORTS[kind]
     assert any(repr(f"2{port}") in note for note in caught.value.__notes__)
     handle.remove()
-    train(model, batches(8))
+    outcomes(model, row_batches(8))
     assert_clean(model)
 
 
@@ -1162,7 +617,7 @@ def test_an_update_of_the_gradient_before_an_in_place_layer_is_an_error():
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True))
     register(Hooks(model, 1), "fbh", noise=2.0)
     with pytest.raises(hl.GradientNotAvailable, match=r"'1:grad_input' .* input in place"):
-        model(*batches(2))
+        model(*row_batches(2))
 
 
 def test_noise_for_whole_numbers_is_an_error():

@@ -1,4 +1,4 @@
-"""Entering, leaving, firing, stopping, nesting: what hook, capture and edit have in common."""
+"""Entering, leaving, attaching, firing and nesting: what all contexts have in common."""
 
 import contextlib
 import gc
@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean
-from models import Failing, Recursive, Swallowing, small
+from models import OneOfTwo, Recursive, small
+from oracles import assert_clean
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,19 +26,8 @@ VERBS = {
     "preserve": lambda model: hl.preserve(model),
     "replace_module": lambda model: hl.replace_module(model, "0", nn.Linear(3, 4)),
 }
+
 every_verb = pytest.mark.parametrize("make", VERBS.values(), ids=VERBS.keys())
-
-
-class TwoPaths(nn.Module):
-    """Only one of its layers runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.used = nn.Linear(3, 3)
-        self.unused = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.used(x)
 
 
 # -- entering -------------------------------------------------------------------------------------
@@ -354,7 +343,7 @@ def test_an_attached_capture_fills_its_record_until_it_is_removed():
 
 
 def test_an_attachment_that_never_fired_is_removed_in_silence():
-    handle = hl.capture(TwoPaths(), "unused").attach()
+    handle = hl.capture(OneOfTwo(), "unused").attach()
     handle.remove()
     with pytest.raises(hl.NeverFired, match="unused"):
         _ = handle.record["unused"]
@@ -405,12 +394,14 @@ def test_attached_of_a_part_lists_what_acts_in_that_part():
 
 
 def test_attached_does_not_list_hooks_of_others():
-    model = small()
-    handle = model[0].register_forward_hook(lambda m, a, o: None)
+    model, seen = small(), []
+    handle = model[0].register_forward_hook(lambda m, a, o: seen.append(m))
     assert hl.attached(model) == []
     hl.attached(model).remove()
-    assert len(model[0]._forward_hooks) == 1
+    model(X)
+    assert seen == [model[0]]
     handle.remove()
+    assert_clean(model)
 
 
 # -- firing ---------------------------------------------------------------------------------------
@@ -418,7 +409,7 @@ def test_attached_does_not_list_hooks_of_others():
 
 @pytest.mark.parametrize("port", ["", ":input", ":inputs"])
 def test_a_literal_place_that_never_fired_raises_at_exit_and_gives_the_record(port):
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(hl.NeverFired, match=r"'unused.*not called.*module\.forward") as caught:
         with hl.capture(model, "used", "unused" + port) as record:
             model(X)
@@ -431,7 +422,7 @@ def test_a_literal_place_that_never_fired_raises_at_exit_and_gives_the_record(po
     "where", [lambda m: m.unused, lambda m: [m.used, m.unused], lambda m: (m.unused, ":input")]
 )
 def test_a_module_object_that_never_fired_raises_at_exit(where):
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(hl.NeverFired, match="unused"):
         with hl.capture(model, where(model)):
             model(X)
@@ -443,7 +434,7 @@ def test_a_module_object_that_never_fired_raises_at_exit(where):
     ["*", "{used,unused}", nn.Linear, re.compile("used"), lambda name, module: "used" in name],
 )
 def test_of_a_wildcard_one_match_must_fire_and_the_rest_is_listed_with_reasons(where):
-    model = TwoPaths()
+    model = OneOfTwo()
     with hl.capture(model, where) as record:
         model(X)
     assert record.places() == ["used"]
@@ -456,14 +447,14 @@ def test_of_a_wildcard_one_match_must_fire_and_the_rest_is_listed_with_reasons(w
 
 @pytest.mark.parametrize("where", ["*", nn.Linear, re.compile("used"), lambda n, m: "used" in n])
 def test_a_wildcard_of_which_nothing_fired_raises(where):
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(hl.NeverFired, match=r"nor any other of the 2 places"):
         with hl.capture(model, where):
             pass
 
 
 def test_the_exception_of_the_block_is_not_replaced_by_that_of_a_place_that_never_fired():
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(ZeroDivisionError), hl.capture(model, "unused"):
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError), hl.edit(model, "unused", hl.zero()):
@@ -472,7 +463,7 @@ def test_the_exception_of_the_block_is_not_replaced_by_that_of_a_place_that_neve
 
 
 def test_an_edit_or_hook_that_never_applied_raises_at_exit():
-    model = TwoPaths()
+    model = OneOfTwo()
     for context in (
         hl.edit(model, "unused", hl.zero()),
         hl.edit(model, {"used": hl.zero(), "unused": hl.zero()}),
@@ -488,7 +479,7 @@ def test_an_edit_or_hook_that_never_applied_raises_at_exit():
 
 
 def test_a_glob_edit_needs_one_match_that_fired():
-    model = TwoPaths()
+    model = OneOfTwo()
     with hl.edit(model, "*", hl.zero()):
         assert not model(X).any()
 
@@ -504,7 +495,7 @@ def test_a_gradient_place_whose_module_ran_raises_on_read_only():
 
 
 def test_a_gradient_place_whose_module_never_ran_raises_at_exit():
-    model = TwoPaths()
+    model = OneOfTwo()
     with pytest.raises(hl.NeverFired, match="unused:grad_output"):
         with hl.capture(model, "unused:grad_output"):
             model(X).sum().backward()
@@ -534,7 +525,7 @@ def test_a_place_whose_part_is_not_there_gives_that_as_the_reason():
 
 
 def test_unfired_can_be_asked_while_the_capture_is_open():
-    model = TwoPaths()
+    model = OneOfTwo()
     with hl.capture(model, "*") as record:
         assert set(record.unfired()) == {"used", "unused"}
         model(X)
@@ -587,126 +578,6 @@ def test_hook_dicts_that_were_cleared_meanwhile_are_no_trouble():
             module._forward_pre_hooks.clear()
     assert len(record.calls("0")) == 1
     assert_clean(model)
-
-
-# -- stop -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["0", "1:input", "0:inputs", "2.weight"])
-def test_stop_ends_the_forward_and_the_block_once_every_place_has_fired(place):
-    model, ran = small(), []
-    model[2].register_forward_hook(lambda m, a, o: ran.append("2"))
-    with hl.capture(model, place, stop=True) as record:
-        model(X)
-        ran.append("block")
-    assert ran == []
-    assert len(record.calls(place)) == 1
-    assert not model[1]._forward_hooks
-
-
-def test_stop_waits_for_the_last_place():
-    model = small()
-    with hl.capture(model, "0", "1", stop=True) as record:
-        model(X)
-    assert record.places() == ["0", "1"]
-    with hl.capture(model, "0", stop=True, at=lambda v: v[:1]) as record:
-        model(X)
-    assert torch.equal(record["0"], model[0](X)[:1])
-    assert_clean(model)
-
-
-def test_stop_ends_the_block_only_if_it_was_reached():
-    model = TwoPaths()
-    with hl.capture(model, "*", stop=True) as record:
-        model(X)
-        model(X)
-    assert len(record.calls("used")) == 2
-
-
-def test_stop_passes_except_exception_in_the_model():
-    model = Swallowing(Exception)
-    with hl.capture(model, "first", stop=True) as record:
-        model(X)
-        raise AssertionError("not reached")
-    assert torch.equal(record["first"], model.first(X))
-    assert_clean(model)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_stop_passes_checkpointing(reentrant):
-    model = small()
-    with hl.capture(model, "0", stop=True) as record:
-        checkpoint(model, X.clone().requires_grad_(), use_reentrant=reentrant)
-        raise AssertionError("not reached")
-    assert torch.equal(record["0"], model[0](X))
-    assert_clean(model)
-
-
-def test_a_stop_that_the_model_swallows_is_told():
-    model = Swallowing(BaseException)
-    with pytest.raises(hl.NeverFired, match=r"stop=True.*except") as caught:
-        with hl.capture(model, "first", stop=True) as record:
-            model(X)
-    assert caught.value.record is record
-    assert torch.equal(record["first"], model.first(X))
-    assert_clean(model)
-
-
-def test_a_stop_ends_only_its_own_capture():
-    model = small()
-    with hl.capture(model, "1", stop=True) as outer:
-        with hl.capture(model, "0", stop=True) as inner:
-            model(X)
-        assert inner.places() == ["0"]
-        model(X)
-        raise AssertionError("not reached")
-    assert outer.places() == ["1"]
-    with hl.capture(model, "0", stop=True) as outer:
-        with hl.capture(model, "**") as inner:
-            model(X)
-        raise AssertionError("not reached")
-    assert outer.places() == ["0"]
-    assert_clean(model)
-
-
-def test_a_stop_undoes_the_edits_inside():
-    model = small()
-    before = model[0].weight.detach().clone()
-    with hl.capture(model, "0", stop=True) as record:
-        with hl.edit(model, "0.weight", hl.zero()), hl.edit(model, "2", hl.zero()):
-            model(X)
-    assert torch.equal(record["0"], model[0].bias.expand(4, 4))
-    assert torch.equal(model[0].weight, before)
-    assert_clean(model)
-
-
-def test_stop_can_be_entered_again():
-    model = small()
-    context = hl.capture(model, "0", stop=True)
-    for shift in (0, 1):
-        with context as record:
-            model(X + shift)
-            raise AssertionError("not reached")
-        assert torch.equal(record["0"], model[0](X + shift))
-
-
-def test_stop_is_refused_for_gradients_and_for_attachments():
-    model = small()
-    with pytest.raises(ValueError, match=r"stop=True.*gradient"):
-        with hl.capture(model, "0", "0:grad_output", stop=True):
-            pass
-    context = hl.capture(model, "0", stop=True)
-    with pytest.raises(ValueError, match=r"stop=True.*attach"):
-        context.attach()
-    with context:
-        model(X)
-    assert_clean(model)
-
-
-def test_the_exception_of_the_block_survives_stop():
-    model = small()
-    with pytest.raises(ZeroDivisionError), hl.capture(model, "0", stop=True):
-        raise ZeroDivisionError
 
 
 # -- keep and calls -------------------------------------------------------------------------------
@@ -858,180 +729,6 @@ def test_an_edit_of_a_value_changes_neither_what_a_capture_kept_nor_the_model_af
     assert torch.equal(model(X), bare)
 
 
-# -- shared, recursive and unusual modules --------------------------------------------------------
-
-
-def test_one_module_under_two_names_is_one_place_with_two_calls():
-    layer = nn.Linear(3, 3)
-    model = nn.Sequential(layer, layer)
-    with hl.capture(model, "*", "1:input") as record:
-        out = model(X)
-    assert record.places() == ["0", "0:input"]
-    assert len(record.calls("0")) == len(record.calls("1")) == 2
-    assert torch.equal(record["1", 1], out)
-    assert torch.equal(record["0:input", 1], record["0", 0])
-    assert_clean(model)
-
-
-def test_tied_weights_of_two_modules_are_two_places():
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    model[1].weight = model[0].weight
-    with hl.capture(model, "*", "0.weight:grad") as record:
-        model(X).sum().backward()
-    assert record.places() == ["0", "0.weight:grad", "1"]
-    assert torch.equal(record["0.weight:grad"], model[0].weight.grad)
-
-
-def test_a_cell_in_a_loop_gives_one_call_a_step():
-    cell = nn.LSTMCell(3, 2)
-    state, states = None, []
-    with hl.capture(cell, "", ":inputs", "[0]", ":inputs[hx][0]") as record:
-        for _ in range(5):
-            state = cell(X, state)
-            states.append(state)
-    assert len(record.calls("")) == len(record.calls(":inputs")) == 5
-    assert all(torch.equal(a, b) for a, (b, _) in zip(record.calls("[0]"), states, strict=True))
-    hidden = record.calls(":inputs[hx][0]")
-    assert torch.equal(hidden[-1], states[3][0])
-
-
-def test_inputs_and_outputs_of_a_recursive_module_pair_up():
-    model = Recursive()
-    with hl.capture(model, ":inputs", "", "lin") as record:
-        model(X, depth=3)
-    inputs, outputs = record.calls(":inputs"), record.calls("")
-    assert [given.get("depth", 0) for given in inputs] == [0, 1, 2, 3]
-    for given, out in zip(inputs, outputs, strict=True):
-        assert torch.equal(model(**given), out)
-    assert len(record.calls("lin")) == 1
-    assert_clean(model)
-
-
-def test_inputs_and_outputs_pair_up_when_an_inner_call_raises_and_is_caught():
-    class Trying(nn.Module):
-        def forward(self, depth):
-            if depth == 0:
-                raise ValueError
-            try:
-                self(depth - 1)
-            except ValueError:
-                return depth * 10
-            return depth * 100
-
-    model = Trying()
-    with hl.capture(model, ":input", "") as record:
-        model(3)
-    pairs = list(zip(record.calls(":input"), record.calls(""), strict=False))
-    assert pairs == [(1, 10), (2, 200), (3, 300)]
-    assert_clean(model)
-
-
-def test_inputs_and_outputs_pair_up_when_a_call_raises_and_is_tried_again():
-    class Retry(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Failing(ValueError())
-
-        def forward(self, x):
-            try:
-                return self.inner(x)
-            except ValueError:
-                self.inner.error = None
-                return self.inner(x + 1)
-
-    model = Retry()
-    with hl.capture(model, "inner:input", "inner", "inner.first:input", "inner.first") as record:
-        model(X)
-    assert torch.equal(record["inner:input", 0], X + 1)
-    assert len(record.calls("inner")) == 1
-    assert len(record.calls("inner.first")) == len(record.calls("inner.first:input")) == 2
-    assert torch.equal(record["inner.first:input", 0], X)
-    assert_clean(model)
-
-
-def test_a_context_entered_while_a_module_runs_keeps_inputs_and_outputs_paired():
-    model, handles = small(), []
-
-    def enter(m, args, out):
-        if not handles:
-            handles.append(hl.capture(model, "", ":input").attach())
-
-    handle = model[0].register_forward_hook(enter)
-    model(X), model(X + 1)
-    handles[0].remove()
-    handle.remove()
-    record = handles[0].record
-    assert torch.equal(record.calls(":input")[-1], X + 1)
-    assert torch.equal(record.calls("")[-1], model(X + 1))
-    assert_clean(model)
-
-
-def test_a_module_may_use_hookline_inside_its_own_forward():
-    class Inward(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-
-        def forward(self, x):
-            with hl.capture(self, "lin") as record:
-                self.lin(x)
-            return record["lin"] * 2
-
-    model = Inward()
-    with hl.capture(model, "", "lin") as record:
-        out = model(X)
-    assert torch.equal(out, model.lin(X) * 2)
-    assert torch.equal(record["lin"], model.lin(X))
-    assert_clean(model)
-
-
-def test_a_generator_forward_is_left_alone_and_its_modules_are_captured_as_they_run():
-    class Stream(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-
-        def forward(self, x):
-            for row in x:
-                yield self.lin(row)
-
-    model = Stream()
-    with hl.capture(model, "", ":input", "lin") as record:
-        stream = model(X)
-        assert "lin" not in record
-        rows = list(stream)
-    assert record[""] is stream
-    assert len(record.calls("lin")) == 4
-    assert all(torch.equal(a, b) for a, b in zip(rows, record.calls("lin"), strict=True))
-    assert_clean(model)
-
-
-def test_an_async_forward_is_captured_as_it_is_awaited():
-    import asyncio
-
-    class Async(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(3, 3)
-
-        async def forward(self, x):
-            await asyncio.sleep(0)
-            return self.lin(x)
-
-    model = Async()
-
-    async def main():
-        with hl.capture(model, ":input", "lin") as record:
-            one = await model(X)
-            two, three = await asyncio.gather(model(X + 1), model(X + 2))
-        return record, [one, two, three]
-
-    record, outs = asyncio.run(main())
-    assert len(record.calls(":input")) == 3
-    assert all(torch.equal(a, b) for a, b in zip(outs, record.calls("lin"), strict=True))
-    assert_clean(model)
-
-
 # -- checkpointing --------------------------------------------------------------------------------
 
 
@@ -1122,18 +819,6 @@ def test_outputs_of_a_recursive_module_that_first_runs_inside_a_backward_are_all
     assert lengths == [(3, 3)]
 
 
-def test_a_stop_is_swallowed_by_a_capture_that_was_removed_inside_its_block():
-    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
-    context = hl.capture(model, "0", stop=True)
-    with context as record:
-        try:
-            model(x)
-        finally:
-            context.remove()
-    assert record["0"].shape == (1, 2)
-    assert_clean(model)
-
-
 # -- a context that is taken for what it gives ----------------------------------------------------
 
 READ_AS = {
@@ -1143,6 +828,7 @@ READ_AS = {
     "counted": len,
     "made a dict": dict,
 }
+
 CONTEXTS = {
     "capture": lambda model: hl.capture(model, "0"),
     "edit": lambda model: hl.edit(model, "0", hl.zero()),

@@ -21,7 +21,9 @@ def digits():
 X, Y = digits()
 
 
-def train(model, steps=80, optimizer=None, every=5, data=None, size=64, shape=(64,), **options):
+def train_watched(
+    model, steps=80, optimizer=None, every=5, data=None, size=64, shape=(64,), **options
+):
     """Train on the digits, watched; gives the watch and the losses."""
     torch.manual_seed(1)
     x, y = (X, Y) if data is None else data
@@ -38,7 +40,7 @@ def train(model, steps=80, optimizer=None, every=5, data=None, size=64, shape=(6
     return watching, losses
 
 
-def mlp(act=nn.ReLU, width=64, depth=3):
+def digit_mlp(act=nn.ReLU, width=64, depth=3):
     torch.manual_seed(0)
     layers = [nn.Linear(64, width), act()]
     for _ in range(depth - 1):
@@ -74,7 +76,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.encoder(h)).mean(1))
 
 
-def kinds(watching):
+def kinds_found(watching):
     return {finding.kind for finding in watching.findings()}
 
 
@@ -109,14 +111,14 @@ def sure():
 # -- healthy trainings -----------------------------------------------------------------------------
 
 HEALTHY = {
-    "mlp": (mlp, {}, {}),
-    "mlp, SGD": (mlp, {"lr": 0.1, "momentum": 0.9, "kind": torch.optim.SGD}, {}),
-    "mlp, every step": (mlp, {}, {"every": 1, "steps": 50}),
-    "mlp, small batches": (mlp, {}, {"every": 1, "size": 8, "steps": 120}),
-    "mlp, trained to the end": (mlp, {"lr": 3e-3}, {"steps": 200, "every": 10}),
-    "mlp with tanh": (lambda: mlp(nn.Tanh), {}, {}),
-    "mlp with sigmoid": (lambda: mlp(nn.Sigmoid, depth=2), {"lr": 1e-2}, {}),
-    "mlp with gelu": (lambda: mlp(nn.GELU), {}, {}),
+    "mlp": (digit_mlp, {}, {}),
+    "mlp, SGD": (digit_mlp, {"lr": 0.1, "momentum": 0.9, "kind": torch.optim.SGD}, {}),
+    "mlp, every step": (digit_mlp, {}, {"every": 1, "steps": 50}),
+    "mlp, small batches": (digit_mlp, {}, {"every": 1, "size": 8, "steps": 120}),
+    "mlp, trained to the end": (digit_mlp, {"lr": 3e-3}, {"steps": 200, "every": 10}),
+    "mlp with tanh": (lambda: digit_mlp(nn.Tanh), {}, {}),
+    "mlp with sigmoid": (lambda: digit_mlp(nn.Sigmoid, depth=2), {"lr": 1e-2}, {}),
+    "mlp with gelu": (lambda: digit_mlp(nn.GELU), {}, {}),
     "cnn with BatchNorm": (cnn, {}, {"shape": (1, 8, 8)}),
     "cnn, SGD": (cnn, {"lr": 0.05, "kind": torch.optim.SGD}, {"shape": (1, 8, 8)}),
     "transformer": (Transformer, {}, {"shape": (8, 8), "steps": 50}),
@@ -143,7 +145,7 @@ def test_a_healthy_training_has_no_finding(name):
     model = make()
     settings = {"kind": torch.optim.Adam, "lr": 1e-3} | settings
     optimizer = settings.pop("kind")(model.parameters(), **settings)
-    watching, losses = train(model, optimizer=optimizer, **options)
+    watching, losses = train_watched(model, optimizer=optimizer, **options)
     assert watching.findings() == []
     start, end = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
     assert end < 0.85 * start, "it should have learned something"
@@ -167,7 +169,7 @@ def test_layers_that_begin_with_zeros_are_no_finding():
             return self.last(h + self.gain * h.square())
 
     torch.manual_seed(0)
-    watching, _ = train(Zeroed(), every=1, steps=40)
+    watching, _ = train_watched(Zeroed(), every=1, steps=40)
     assert watching.findings() == []
 
 
@@ -216,7 +218,7 @@ def test_keys_that_pad_are_not_dead_units_of_a_softmax():
         def forward(self, x):
             return self.last((self.patterns(x) @ x).mean(1))
 
-    watching, _ = train(Net(), 20, every=2, shape=(8, 8))
+    watching, _ = train_watched(Net(), 20, every=2, shape=(8, 8))
     assert watching.last["patterns", "output"]["dead"] == 0.5
     assert watching.findings() == []
 
@@ -256,7 +258,7 @@ def test_an_embedding_that_is_given_one_id_is_no_finding():
             return self.last((self.embed(x) + self.segment(ids)).relu())
 
     torch.manual_seed(0)
-    watching, _ = train(Segments(), every=1, steps=20)
+    watching, _ = train_watched(Segments(), every=1, steps=20)
     assert watching.last["segment", "output"]["spread"] == 0
     assert watching.findings() == []
 
@@ -276,17 +278,17 @@ class Branched(nn.Module):
 
 def test_small_gradients_that_grow_again_before_are_no_vanishing_gradient():
     torch.manual_seed(0)
-    watching, _ = train(Branched(1e-6), every=1, steps=20)
+    watching, _ = train_watched(Branched(1e-6), every=1, steps=20)
     assert watching.findings() == []
 
 
 def test_a_gradient_that_is_lost_in_a_branch_is_found():
     torch.manual_seed(0)
-    watching, _ = train(Branched(1e-10), every=1, steps=20)
+    watching, _ = train_watched(Branched(1e-10), every=1, steps=20)
     assert one(watching, "vanishing gradient").place == "branch.weight"
 
 
-class Residual(nn.Module):
+class GatedResiduals(nn.Module):
     """Branches that begin with nothing, each multiplied by a number that is learned."""
 
     def __init__(self):
@@ -307,13 +309,13 @@ class Residual(nn.Module):
 
 
 def test_branches_that_begin_small_are_no_exploding_gradient():
-    model = Residual()
-    watching, losses = train(model, 20, torch.optim.Adam(model.parameters(), 1e-5), every=1)
+    model = GatedResiduals()
+    watching, losses = train_watched(model, 20, torch.optim.Adam(model.parameters(), 1e-5), every=1)
     assert losses[-1] < losses[0]
     assert watching.findings() == []
 
 
-class Experts(nn.Module):
+class ExpertsInTurn(nn.Module):
     """Two layers that take turns, as experts do of which one is chosen."""
 
     def __init__(self, turns):
@@ -326,7 +328,7 @@ class Experts(nn.Module):
 
 def test_an_expert_that_is_not_used_for_a_while_is_no_finding():
     turns = iter([0, 1, *[0] * 10, *[1] * 10])
-    watching, _ = train(Experts(turns), 22, every=1)
+    watching, _ = train_watched(ExpertsInTurn(turns), 22, every=1)
     assert watching.findings() == []
 
 
@@ -336,7 +338,7 @@ def test_an_expert_that_is_used_rarely_is_no_finding(every):
     turns = (
         [step % 5 == 2 for step in range(60)] if every == 5 else [step > 15 for step in range(60)]
     )
-    watching, _ = train(Experts(iter(map(int, turns))), 60, every=every)
+    watching, _ = train_watched(ExpertsInTurn(iter(map(int, turns))), 60, every=every)
     assert watching.findings() == []
 
 
@@ -364,12 +366,12 @@ class Mixture(nn.Module):
 @pytest.mark.parametrize("first", [False, True])
 def test_an_expert_that_was_given_no_token_for_a_while_has_no_vanishing_gradient(first):
     chosen = [(step % 8 == 4, 1, step % 8 == 5, step > 15) for step in range(60)]
-    watching, _ = train(Mixture(iter(chosen), first), 60, every=1)
+    watching, _ = train_watched(Mixture(iter(chosen), first), 60, every=1)
     assert watching.findings() == []
 
 
 def test_an_expert_that_is_never_given_a_token_is_found():
-    watching, _ = train(Mixture(iter([(1, 1, 0, 1)] * 30)), 30, every=1)
+    watching, _ = train_watched(Mixture(iter([(1, 1, 0, 1)] * 30)), 30, every=1)
     finding = one(watching, "vanishing gradient")
     assert finding.place == "experts.2.weight"
     assert "never chosen" in finding.advice
@@ -377,7 +379,7 @@ def test_an_expert_that_is_never_given_a_token_is_found():
 
 def test_a_loss_that_is_zero_at_first_is_no_exploding_gradient():
     """As of a reward that has not come yet."""
-    model = mlp()
+    model = digit_mlp()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
         for step in range(20):
@@ -424,7 +426,7 @@ def test_codes_of_which_nothing_is_learned_have_no_dead_units_and_are_not_consta
             x = torch.cat([x, self.code(x)], 1) + self.mask(x)
             return self.last(self.first(x).relu())
 
-    watching, _ = train(Net(), 40)
+    watching, _ = train_watched(Net(), 40)
     assert watching.last["code", "output"]["dead"] > 0.7
     assert watching.findings() == []
 
@@ -448,7 +450,7 @@ def test_a_gate_that_always_chooses_the_same_is_a_constant_output():
             made = torch.stack([expert(x) for expert in self.experts], 2)
             return (made * self.gate(x)[:, None]).sum(2)
 
-    watching, _ = train(Net(), 20, every=2)
+    watching, _ = train_watched(Net(), 20, every=2)
     assert ("constant output", "gate") in [(f.kind, f.place) for f in watching.findings()]
 
 
@@ -471,7 +473,7 @@ def test_a_module_that_gives_a_parameter_is_no_constant_output():
         def forward(self, x):
             return self.last((self.first(x) + self.token(x)) * self.scale() * self.scale())
 
-    watching, _ = train(Net(), 20, every=2)
+    watching, _ = train_watched(Net(), 20, every=2)
     assert watching.last["token", "output"]["spread"] == 0
     assert watching.last["scale", "output"]["spread"] == 0
     assert watching.findings() == []
@@ -487,7 +489,7 @@ def test_a_layer_of_the_users_that_ignores_its_input_is_found():
             return (x * 0) @ self.weight.t() + 1
 
     model = nn.Sequential(Linear(), nn.Linear(8, 10))
-    watching, _ = train(model, 20, every=2)
+    watching, _ = train_watched(model, 20, every=2)
     assert ("constant output", "0") in [(f.kind, f.place) for f in watching.findings()]
 
 
@@ -546,7 +548,7 @@ def test_dead_units_are_found_behind_padding_of_images_and_where_units_are_joine
     model = nn.Sequential(nn.Conv2d(1, 8, 3), Clipped(padded), last, nn.Flatten())
     with torch.no_grad():
         model[0].bias[:6] = -1000
-    watching, _ = train(model, 20, every=2, shape=(1, 8, 8))
+    watching, _ = train_watched(model, 20, every=2, shape=(1, 8, 8))
     assert ("dead units", "1") in [(f.kind, f.place) for f in watching.findings()]
 
 
@@ -563,14 +565,14 @@ def test_a_gradient_that_vanishes_in_a_branch_is_found_though_the_layer_before_i
             h = self.stem(x)
             return self.head(h + self.deep(h))
 
-    watching, _ = train(Branched(), 30)
+    watching, _ = train_watched(Branched(), 30)
     finding = one(watching, "vanishing gradient")
     assert finding.place == "deep.0.weight"
     assert 1e-8 < finding.evidence["relative"] < 1e-6
 
 
 def test_a_rate_that_is_warmed_up_from_zero_is_no_finding():
-    model = mlp()
+    model = digit_mlp()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 20))
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
@@ -617,12 +619,12 @@ def test_a_sure_sigmoid_at_the_end_is_no_finding():
 
 
 def test_a_vanishing_gradient_is_found():
-    watching, _ = train(mlp(nn.Sigmoid, width=32, depth=10))
+    watching, _ = train_watched(digit_mlp(nn.Sigmoid, width=32, depth=10))
     finding = one(watching, "vanishing gradient")
     assert finding.place == "0.weight"
     assert finding.evidence["relative"] < 1e-5
     assert "later layer" in finding.message
-    assert "layer does not learn" not in kinds(watching)
+    assert "layer does not learn" not in kinds_found(watching)
 
 
 class Louder(nn.Module):
@@ -639,7 +641,9 @@ def test_a_gradient_that_explodes_on_its_way_is_found():
         layers += [nn.Linear(64, 64), Louder()]
         nn.init.orthogonal_(layers[-2].weight)
     model = nn.Sequential(*layers, nn.Linear(64, 10))
-    watching, _ = train(model, 6, torch.optim.SGD(model.parameters(), 1e-9), every=1, size=16)
+    watching, _ = train_watched(
+        model, 6, torch.optim.SGD(model.parameters(), 1e-9), every=1, size=16
+    )
     finding = one(watching, "exploding gradient")
     assert int(finding.place.split(".")[0]) < 60  # of 120
     assert finding.evidence["relative"] > 1e3
@@ -665,9 +669,9 @@ def test_a_gradient_that_explodes_with_the_steps_is_found():
 
 
 def test_dead_relus_are_found():
-    model = mlp()
+    model = digit_mlp()
     optimizer = torch.optim.SGD(model.parameters(), 1.5)  # far too large
-    watching, _ = train(model, 120, optimizer)
+    watching, _ = train_watched(model, 120, optimizer)
     finding = one(watching, "dead units")
     assert isinstance(model[int(finding.place)], nn.ReLU)
     assert finding.evidence["dead"] >= 0.4
@@ -721,7 +725,7 @@ def test_dead_units_of_a_function_inside_a_module_are_found():
             return F.relu(self.linear(x) * 1.0)
 
     torch.manual_seed(0)
-    watching, _ = train(nn.Sequential(Block(), nn.Linear(32, 10)))
+    watching, _ = train_watched(nn.Sequential(Block(), nn.Linear(32, 10)))
     finding = one(watching, "dead units")
     assert finding.place == "0"
     assert "32 of 32 units" in finding.message
@@ -730,51 +734,51 @@ def test_dead_units_of_a_function_inside_a_module_are_found():
 
 @pytest.mark.parametrize("act", [nn.Tanh, nn.Sigmoid])
 def test_saturated_units_are_found(act):
-    model = mlp(act, depth=2)
+    model = digit_mlp(act, depth=2)
     with torch.no_grad():
         model[0].weight.mul_(60)
-    watching, _ = train(model)
+    watching, _ = train_watched(model)
     finding = one(watching, "saturated units")
     assert finding.place == "1"
     assert finding.evidence["saturated"] > 0.6
 
 
 def test_a_sigmoid_that_is_called_last_may_be_sure_whatever_its_place_in_the_class_is():
-    watching, _ = train(sure(), steps=30)
+    watching, _ = train_watched(sure(), steps=30)
     assert watching.last["sigmoid", "output"]["saturated"] > 0.6
     assert watching.findings() == []
 
 
 @pytest.mark.parametrize("options", [{"kinds": "output"}, {"where": "1"}, {"where": ["1", "0"]}])
 def test_saturated_units_are_found_where_not_all_is_measured(options):
-    model = mlp(nn.Tanh, depth=1)
+    model = digit_mlp(nn.Tanh, depth=1)
     with torch.no_grad():
         model[0].weight.mul_(100)
-    watching, _ = train(model, steps=20, every=1, **options)
+    watching, _ = train_watched(model, steps=20, every=1, **options)
     assert one(watching, "saturated units").place == "1"
 
 
 def test_a_layer_that_the_optimizer_does_not_have_is_found():
-    model = mlp()
+    model = digit_mlp()
     optimizer = torch.optim.Adam([*model[0].parameters(), *model[4:].parameters()], 1e-3)
-    watching, _ = train(model, optimizer=optimizer)
+    watching, _ = train_watched(model, optimizer=optimizer)
     finding = one(watching, "layer does not learn")
     assert finding.place == "2.weight"
     assert finding.evidence["ratio"] == 0
-    assert kinds(watching) == {"layer does not learn"}
+    assert kinds_found(watching) == {"layer does not learn"}
 
 
 def test_a_layer_with_a_tiny_rate_is_found():
-    model = mlp()
+    model = digit_mlp()
     groups = [{"params": model[:2].parameters(), "lr": 1e-9}, {"params": model[2:].parameters()}]
-    watching, _ = train(model, optimizer=torch.optim.Adam(groups, 1e-3))
+    watching, _ = train_watched(model, optimizer=torch.optim.Adam(groups, 1e-3))
     finding = one(watching, "layer does not learn")
     assert finding.place == "0.weight"
     assert 0 <= finding.evidence["ratio"] < 1e-4 * finding.evidence["median"]
 
 
 def test_updates_that_bfloat16_loses_are_found():
-    model = mlp()
+    model = digit_mlp()
     model[2].bfloat16()
     model[2].weight.data.fill_(1.0).add_(torch.randn(64, 64).bfloat16() / 50)
 
@@ -788,15 +792,15 @@ def test_updates_that_bfloat16_loses_are_found():
 
     model[2] = Cast(model[2])
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    watching, _ = train(model, optimizer=optimizer)
+    watching, _ = train_watched(model, optimizer=optimizer)
     finding = one(watching, "layer does not learn")
     assert finding.place == "2.inner.weight"
     assert "half precision" in finding.advice
 
 
 def test_an_optimizer_of_another_model_is_found():
-    model, other = mlp(), mlp()
-    watching, _ = train(model, optimizer=torch.optim.SGD(other.parameters(), 0.1))
+    model, other = digit_mlp(), digit_mlp()
+    watching, _ = train_watched(model, optimizer=torch.optim.SGD(other.parameters(), 0.1))
     finding = one(watching, "layer does not learn")
     assert finding.place == "0.weight"
     assert finding.evidence["ratio"] == 0
@@ -806,9 +810,9 @@ def test_an_optimizer_of_another_model_is_found():
 
 
 def test_a_training_all_of_which_bfloat16_loses_is_found():
-    model = mlp().bfloat16()
+    model = digit_mlp().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-    watching, _ = train(model, optimizer=optimizer, data=(X.bfloat16(), Y))
+    watching, _ = train_watched(model, optimizer=optimizer, data=(X.bfloat16(), Y))
     finding = one(watching, "layer does not learn")
     assert finding.evidence["ratio"] > 0  # values near zero still change
     assert "half precision" in finding.advice
@@ -857,7 +861,7 @@ def test_an_embedding_does_not_learn_only_if_the_rows_in_use_do_not_change(spars
 
 
 def test_a_rate_that_ends_at_zero_is_no_finding():
-    model = mlp()
+    model = digit_mlp()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     end = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0, 1 - step / 10))
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
@@ -879,12 +883,12 @@ def test_unused_parameters_are_found():
         def forward(self, x):
             return self.used(x)
 
-    watching, _ = train(Forgotten(), steps=40)
+    watching, _ = train_watched(Forgotten(), steps=40)
     finding = one(watching, "unused parameters")
     assert finding.place == "left.weight"
     assert finding.evidence["parameters"] == 2
     assert "'left.bias'" in finding.message
-    assert kinds(watching) == {"unused parameters"}
+    assert kinds_found(watching) == {"unused parameters"}
 
 
 def test_a_constant_output_is_found():
@@ -899,7 +903,7 @@ def test_a_constant_output_is_found():
             return self.last(self.first(x) * 1e-12)
 
     torch.manual_seed(0)
-    watching, _ = train(Collapsed(), every=2, steps=30)
+    watching, _ = train_watched(Collapsed(), every=2, steps=30)
     finding = one(watching, "constant output")
     assert finding.place == "last"
     assert finding.evidence["spread"] <= 1e-6
@@ -907,7 +911,7 @@ def test_a_constant_output_is_found():
 
 @pytest.mark.parametrize("where", ["output", "gradient", "weight"])
 def test_values_that_are_not_finite_are_found_at_once(where):
-    model = mlp()
+    model = digit_mlp()
     seen = []
 
     def spoil(value):
@@ -920,10 +924,10 @@ def test_values_that_are_not_finite_are_found_at_once(where):
     if where == "weight":
         with torch.no_grad():
             model[4].weight[5, 5] = math.inf
-        watching, _ = train(model, 5, every=1)
+        watching, _ = train_watched(model, 5, every=1)
     else:
         with hl.hook(model, place, spoil):
-            watching, _ = train(model, 14, every=1)
+            watching, _ = train_watched(model, 14, every=1)
     finding = one(watching, "non-finite values")
     assert finding.severity == "error"
     assert len(watching.findings()) == 1
@@ -939,7 +943,7 @@ def test_values_that_are_not_finite_are_found_at_once(where):
 @pytest.mark.parametrize("bad", [12, 10])
 def test_weights_that_were_not_finite_before_a_measured_step_are_told_as_such(bad):
     """Of what is made at a measured step, the place is told; of other steps only what is left."""
-    model = mlp(depth=1)
+    model = digit_mlp(depth=1)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     with hl.watch(model, every=5, optimizer=optimizer) as watching:
         for step in range(20):
@@ -954,18 +958,18 @@ def test_weights_that_were_not_finite_before_a_measured_step_are_told_as_such(ba
 
 
 def test_after_values_that_are_not_finite_no_other_finding_follows_from_them():
-    model = mlp()
+    model = digit_mlp()
     with torch.no_grad():
         model[0].weight[:60] = math.nan
         model[0].bias[60:] = -1e3  # the only finite units give zeros
-    watching, _ = train(model, 8, torch.optim.SGD(model.parameters(), 0.0), every=1)
-    assert kinds(watching) == {"non-finite values"}
+    watching, _ = train_watched(model, 8, torch.optim.SGD(model.parameters(), 0.0), every=1)
+    assert kinds_found(watching) == {"non-finite values"}
 
 
 def test_a_finding_is_told_once_and_written(tmp_path):
-    model = mlp()
+    model = digit_mlp()
     optimizer = torch.optim.Adam([*model[0].parameters(), *model[4:].parameters()], 1e-3)
-    watching, _ = train(model, 80, optimizer, to=tmp_path / "run")
+    watching, _ = train_watched(model, 80, optimizer, to=tmp_path / "run")
     assert len(watching.findings()) == 1
     assert hl.Run(tmp_path / "run").findings() == watching.findings()
 

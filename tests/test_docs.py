@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from environment import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NO_RUN = "<!-- no-run -->"
 BLOCK = re.compile(
@@ -28,19 +28,19 @@ BLOCK = re.compile(
 LINK = re.compile(r"\]\((?!https?:)(?P<file>[^)#]*)#?(?P<heading>[^)]*)\)")
 
 
-class Block(NamedTuple):
+class CodeBlock(NamedTuple):
     line: int  # how many lines stand before it
     code: str
     output: str | None = None  # what the page says that it prints
 
 
-def python_blocks(text: str) -> Iterator[Block]:
+def python_blocks(text: str) -> Iterator[CodeBlock]:
     """The blocks that are to run."""
     for block in BLOCK.finditer(text):
         before = text[: block.start()].rstrip().rpartition("\n")[2].strip()
         if before != NO_RUN:
             output = None if block["output"] is None else dedent(block["output"])
-            yield Block(text.count("\n", 0, block.start("code")), dedent(block["code"]), output)
+            yield CodeBlock(text.count("\n", 0, block.start("code")), dedent(block["code"]), output)
 
 
 def lines(printed: str) -> list[str]:
@@ -48,7 +48,7 @@ def lines(printed: str) -> list[str]:
     return [line.rstrip() for line in printed.rstrip().splitlines()]
 
 
-def run(text: str, page: Path) -> None:
+def run_page(text: str, page: Path) -> None:
     """Run the blocks of a page; fail where one raises or prints what the page does not say."""
     blocks = list(python_blocks(text))
     assert text.count("```output\n") == sum(block.output is not None for block in blocks), (
@@ -69,7 +69,7 @@ def run(text: str, page: Path) -> None:
 def test_the_examples_of_a_page_run_and_print_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an example may write files
     torch.manual_seed(0)
-    run(page.read_text(), page)
+    run_page(page.read_text(), page)
 
 
 def test_the_first_page_leads_to_every_other():
@@ -113,7 +113,7 @@ def test_the_map_in_the_readme_names_only_what_exists():
 
 def test_blocks_are_found_with_their_line_numbers():
     text = "# T\n\n```python\na = 1\n```\n\n- in a list\n\n    ```python\n    b = 2\n    ```\n"
-    assert list(python_blocks(text)) == [Block(3, "a = 1\n"), Block(9, "b = 2\n")]
+    assert list(python_blocks(text)) == [CodeBlock(3, "a = 1\n"), CodeBlock(9, "b = 2\n")]
 
 
 def test_blocks_marked_no_run_and_other_languages_are_left_out():
@@ -124,7 +124,7 @@ def test_blocks_marked_no_run_and_other_languages_are_left_out():
 def test_an_output_belongs_to_the_block_right_before_it():
     text = "```python\na = 1\n```\n\n```python\nprint(a)\n```\n\n```output\n1\n```\n"
     assert [block.output for block in python_blocks(text)] == [None, "1\n"]
-    run(text, Path("page"))
+    run_page(text, Path("page"))
 
 
 @pytest.mark.parametrize(
@@ -142,4 +142,4 @@ def test_an_output_belongs_to_the_block_right_before_it():
 )
 def test_a_page_that_misstates_its_output_fails(text, reason):
     with pytest.raises(AssertionError, match=reason):
-        run(text, Path("page"))
+        run_page(text, Path("page"))

@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean
+from models import Giving, OneOfTwo, mlp
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def by_hook(model, path, function, x, pre=False):
@@ -30,15 +26,6 @@ def by_hook(model, path, function, x, pre=False):
         return model(x)
     finally:
         handle.remove()
-
-
-class Gives(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
 
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
@@ -179,7 +166,7 @@ def test_parts_of_nested_values_can_be_edited_and_the_rest_stays_the_very_object
         (Out(a, [b]), "[hidden]"),
         ((None, {"k": (a, "text")}, b), "[1][k][0]"),
     ]:
-        model = nn.ModuleDict({"m": Gives(lambda value=value: value)})
+        model = nn.ModuleDict({"m": Giving(lambda value=value: value)})
         with hl.edit(model, "m" + part, hl.scale(2.0)), hl.capture(model, "m" + part) as record:
             result = model["m"]()
         assert type(result) is type(value)
@@ -229,7 +216,7 @@ def test_a_ready_change_on_several_tensors_lists_the_parts():
 
 
 def test_a_ready_change_meets_the_only_tensor_of_a_nested_value():
-    model = Gives(lambda: {"h": torch.ones(2), "n": 3, "none": None})
+    model = Giving(lambda: {"h": torch.ones(2), "n": 3, "none": None})
     with hl.edit(model, "", hl.scale(2.0)):
         result = model()
     assert result["n"] == 3
@@ -237,7 +224,7 @@ def test_a_ready_change_meets_the_only_tensor_of_a_nested_value():
 
 
 def test_a_ready_change_on_a_value_without_tensors_is_an_error():
-    model = Gives(lambda: None)
+    model = Giving(lambda: None)
     with pytest.raises(hl.SeveralTensors, match="NoneType and holds none"):
         with hl.edit(model, "", hl.zero()):
             model()
@@ -332,7 +319,7 @@ def test_what_a_function_returns_for_a_nested_value_must_fit_part_by_part():
 
 
 def test_a_function_may_change_what_is_no_tensor():
-    model = Gives(lambda: ("text", 3, torch.ones(1)))
+    model = Giving(lambda: ("text", 3, torch.ones(1)))
     with hl.edit(model, "", lambda v: ("other", 4, v[2])):
         assert model()[:2] == ("other", 4)
     with hl.edit(model, "[1]", lambda n: n + 1):
@@ -475,15 +462,17 @@ def test_at_works_on_gradients_and_parts_and_parameters():
 
 
 def test_a_function_as_at_cannot_be_written_to():
+    model = mlp()
     with pytest.raises(hl.ChangeError, match="only be read from"):
-        with hl.edit(mlp(), "0", hl.zero(), at=lambda value: value[0]) as context:
-            context._model(X)
+        with hl.edit(model, "0", hl.zero(), at=lambda value: value[0]):
+            model(X)
 
 
 def test_what_does_not_fit_the_slice_shows_both_sides():
+    model = mlp()
     with pytest.raises(hl.ChangeError, match=r"\(4,\).*\(5,\)"):
-        with hl.edit(mlp(), "0", hl.add(torch.ones(4)), at=np.s_[:, 1]) as context:
-            context._model(X)
+        with hl.edit(model, "0", hl.add(torch.ones(4)), at=np.s_[:, 1]):
+            model(X)
 
 
 # -- calls --------------------------------------------------------------------------------------
@@ -566,19 +555,12 @@ def test_an_edit_that_never_applied_raises_at_exit():
 
 
 def test_of_a_type_one_match_must_be_edited():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.used(x)
-
-    with hl.edit(Half(), nn.Linear, hl.zero()) as context:
-        context._model(X)
+    model = OneOfTwo()
+    with hl.edit(model, nn.Linear, hl.zero()):
+        model(X)
     with pytest.raises(hl.NeverFired, match="'unused'"):
-        with hl.edit(Half(), ["used", "unused"], hl.zero()) as context:
-            context._model(X)
+        with hl.edit(model, ["used", "unused"], hl.zero()):
+            model(X)
 
 
 def test_edits_stack_in_the_order_they_were_entered():
@@ -711,7 +693,7 @@ def test_calls_are_given_in_any_way_that_counts(calls):
         assert [model(torch.ones(1)).item() for _ in range(3)] == [1, 0, 1]
 
 
-class Varied(nn.Module):
+class TensorOrPair(nn.Module):
     """A tensor, or with `extra` a tuple."""
 
     def forward(self, x, extra=None):
@@ -720,7 +702,7 @@ class Varied(nn.Module):
 
 @pytest.mark.parametrize("where", ["[0]", ":inputs[extra]"])
 def test_an_edit_of_some_calls_leaves_the_others_alone_that_have_no_such_part(where):
-    model, x = Varied(), torch.ones(2)
+    model, x = TensorOrPair(), torch.ones(2)
     with hl.edit(model, where, hl.zero(), calls=slice(1, None)):
         assert torch.equal(model(x), x * 2)
         changed = model(x, x * 5)
@@ -731,7 +713,7 @@ def test_an_edit_of_some_calls_leaves_the_others_alone_that_have_no_such_part(wh
 
 
 def test_a_gradient_edit_of_some_calls_leaves_the_others_alone_that_have_another_structure():
-    model, x = Varied(), torch.ones(2, requires_grad=True)
+    model, x = TensorOrPair(), torch.ones(2, requires_grad=True)
     with hl.edit(model, ":grad_output", hl.scale(10.0), calls=0):
         (model(x) + model(x, x * 5)[0]).sum().backward()
     assert x.grad.tolist() == [23, 23]

@@ -7,50 +7,51 @@ import pytest
 import torch
 import torch.distributed.fsdp  # some things are looked for only where it is loaded
 import torch.nn.functional as F
-from helpers import since_the_reset, work_of
+from environment import since_the_reset
+from oracles import work_of
 from torch import nn
 
 import hookline as hl
 from hookline.compat.nethook import Trace, TraceDict
 
 
-class Tree(nn.Module):
+class ModuleTree(nn.Module):
     """So many modules, at most eight in each, that are never called."""
 
     def __init__(self, count):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         below = [(count - 1 + n) // 8 for n in range(8)]
-        self.parts = nn.ModuleList(Tree(n) for n in below if n)
+        self.parts = nn.ModuleList(ModuleTree(n) for n in below if n)
 
 
-class Pair(nn.Module):
+class TwoOutputs(nn.Module):
     def forward(self, x):
         return x * 2, x + 1
 
 
-class Attending(nn.Module):
+class AttendsAndSquashes(nn.Module):
     def forward(self, x):
         heads = x.unsqueeze(1)
         return F.scaled_dot_product_attention(heads, heads, heads).squeeze(1).tanh()
 
 
-class Block(nn.Module):
+class AttentionMlpPair(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attn, self.mlp, self.pair = Attending(), nn.Linear(4, 4), Pair()
+        self.attn, self.mlp, self.pair = AttendsAndSquashes(), nn.Linear(4, 4), TwoOutputs()
 
     def forward(self, x):
         return self.mlp(self.attn(x)) + self.pair(x)[0]
 
 
-class Model(nn.Module):
+class BlocksBehindATree(nn.Module):
     """Four blocks, behind a tree of modules, one of the blocks under a second name."""
 
     def __init__(self, count):
         super().__init__()
-        self.tree = Tree(count)
-        self.h = nn.ModuleList(Block() for _ in range(4))
+        self.tree = ModuleTree(count)
+        self.h = nn.ModuleList(AttentionMlpPair() for _ in range(4))
         self.last = self.h[3]
         self.register_buffer("factor", torch.ones(4))
         self.__dict__["blocks"] = tuple(self.h)  # so that a forward looks up nothing
@@ -67,12 +68,12 @@ FEW, MANY = 10, 800
 def work(use, count):
     """The work of one use of a model, when it has been used before."""
     torch.manual_seed(0)
-    model, x = Model(count), torch.ones(2, 3, 4, requires_grad=True)
+    model, x = BlocksBehindATree(count), torch.ones(2, 3, 4, requires_grad=True)
     use(model, x)
     return work_of(lambda: use(model, x))
 
 
-def train(model, x):
+def forward_and_backward(model, x):
     loss = model(x).sum()
     if loss.requires_grad:  # not where a patch has put in something detached
         loss.backward()
@@ -104,7 +105,7 @@ def capturing(**options):
     def use(model, x, where):
         place = PLACES[where]
         with hl.capture(model, where, **options) as record:
-            train(model, x)
+            forward_and_backward(model, x)
             record[place]
         record[place], record[place, 0], record.calls(place), record.of_call(place, 0)
         assert place in record
@@ -116,7 +117,7 @@ def capturing(**options):
 def editing(change, **options):
     def use(model, x, where):
         with hl.edit(model, where, change, **options):
-            train(model, x)
+            forward_and_backward(model, x)
 
     return use
 
@@ -127,27 +128,27 @@ def look(value):
 
 def hooking(model, x, where):
     with hl.hook(model, where, look):
-        train(model, x)
+        forward_and_backward(model, x)
 
 
 def hooking_for_good(model, x, where):
     handle = hl.hook(model, where, look).attach()
-    train(model, x)
+    forward_and_backward(model, x)
     handle.remove()
 
 
 def with_a_recipe(model, x, where):
     with hl.Recipe([(where, hl.scale(2.0)), ("h.0.mlp", hl.scale(2.0))]).on(model):
-        train(model, x)
+        forward_and_backward(model, x)
 
 
 def patching(model, x, where):
     with hl.capture(model, where, detach=True) as record:
-        train(model, x)
+        forward_and_backward(model, x)
     with hl.edit(model, where, hl.patch(record)):
-        train(model, x)
+        forward_and_backward(model, x)
     with hl.edit(model, where, hl.patch(record, PLACES[where])):
-        train(model, x)
+        forward_and_backward(model, x)
 
 
 USES = {
@@ -204,7 +205,7 @@ def attending(where, read):
     return use
 
 
-def stopping(model, x):
+def stopping_early(model, x):
     with hl.capture(model, "h.1.mlp", stop=True):
         model(x)
 
@@ -235,7 +236,7 @@ VERBS = {
     "attention": attending("h.1.attn", "h.1.attn"),
     "attention at a glob": attending("h.*.attn", "h.1.attn"),
     "attention at an operation": attending(*["h.1.attn/scaled_dot_product_attention"] * 2),
-    "capture that stops": stopping,
+    "capture that stops": stopping_early,
     "preserve": preserving,
     "get_module, get_parameter": getting,
     "measure, entered and left": measuring,
@@ -265,7 +266,7 @@ def test_the_size_of_the_model_makes_no_difference_to_one_more_change_of_a_sweep
 
 
 def test_a_patch_finds_what_a_record_has_under_either_name_of_a_module(tmp_path):
-    model, x = Model(2), torch.ones(2, 3, 4)
+    model, x = BlocksBehindATree(2), torch.ones(2, 3, 4)
     with hl.capture(model, "last.mlp", detach=True) as record:
         model(x)
     loaded = hl.load_record(hl.save_record(record, tmp_path / "record"))
@@ -279,7 +280,7 @@ def test_a_patch_finds_what_a_record_has_under_either_name_of_a_module(tmp_path)
 
 
 def test_errors_name_the_place_under_the_first_name_of_the_module():
-    model, x = Model(2), torch.ones(2, 3, 4)
+    model, x = BlocksBehindATree(2), torch.ones(2, 3, 4)
     with pytest.raises(hl.errors.SeveralTensors, match=r"value at 'h\.3\.pair' was"):
         with hl.edit(model, "last.pair", hl.scale(2.0)):
             model(x)
@@ -290,7 +291,7 @@ def test_errors_name_the_place_under_the_first_name_of_the_module():
 
 
 def test_attention_patterns_are_found_under_either_name_of_a_module():
-    model, x = Model(2), torch.ones(2, 3, 4)
+    model, x = BlocksBehindATree(2), torch.ones(2, 3, 4)
     with hl.attention(model, ["h.3.attn", "last.attn"]) as patterns:
         model(x)
     assert patterns.places() == ["h.3.attn"]

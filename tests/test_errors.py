@@ -43,7 +43,7 @@ BUILTINS = {
 }
 
 
-def kinds():
+def error_classes():
     return [
         value
         for value in vars(errors).values()
@@ -52,7 +52,7 @@ def kinds():
 
 
 def test_every_error_has_our_base_and_a_builtin_one():
-    assert {kind.__name__ for kind in kinds()} == {*BUILTINS, "HooklineError"}
+    assert {kind.__name__ for kind in error_classes()} == {*BUILTINS, "HooklineError"}
     for name, builtin in BUILTINS.items():
         kind = getattr(hl, name)
         assert issubclass(kind, hl.HooklineError)
@@ -62,7 +62,7 @@ def test_every_error_has_our_base_and_a_builtin_one():
 
 
 def test_no_error_is_a_key_error_whose_message_would_be_quoted():
-    assert not any(issubclass(kind, KeyError) for kind in kinds())
+    assert not any(issubclass(kind, KeyError) for kind in error_classes())
 
 
 def test_the_tree_at_the_top_of_the_file_is_the_tree():
@@ -78,7 +78,7 @@ def test_a_message_has_three_parts_and_leaves_out_empty_ones():
     assert str(hl.PlaceNotFound("Asked.")) == "Asked."
 
 
-@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
 def test_errors_can_be_copied_and_pickled(kind):
     error = kind("Asked.", "Found.", "Do.")
     for other in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):

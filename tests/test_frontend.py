@@ -6,9 +6,9 @@
 import hashlib
 import json
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from environment import ROOT
+
 SOURCE = ROOT / "frontend" / "src"
 BUILT = ROOT / "hookline" / "view"
 

@@ -18,7 +18,7 @@ def row(count: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Identity() for _ in range(count)])
 
 
-def tree() -> nn.Sequential:
+def lettered_tree() -> nn.Sequential:
     """a and b, each with x and y, each of them with u and v."""
     model = nn.Sequential()
     for one in "ab":
@@ -55,14 +55,14 @@ def tree() -> nn.Sequential:
     ],
 )
 def test_a_glob_matches_these_modules_in_model_order(text, expected):
-    assert hl.select(tree(), text) == expected
+    assert hl.select(lettered_tree(), text) == expected
 
 
 @pytest.mark.parametrize("text", ["**", "**.**", "**.*", "*.**", "{a.**,a,b,b.**}"])
 def test_two_stars_match_at_any_depth_but_never_the_root(text):
-    every = [name for name, _ in tree().named_modules() if name]
+    every = [name for name, _ in lettered_tree().named_modules() if name]
     expected = [name for name in every if "." in name] if text == "*.**" else every
-    assert hl.select(tree(), text) == expected
+    assert hl.select(lettered_tree(), text) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_star_stays_inside_one_segment_and_matches_nothing_too():
     model = named("conv", "conv1", "xconv")
     assert hl.select(model, "conv*") == ["conv", "conv1"]
     assert hl.select(model, "*conv*") == ["conv", "conv1", "xconv"]
-    assert hl.select(tree(), "a*") == ["a"]
+    assert hl.select(lettered_tree(), "a*") == ["a"]
 
 
 def test_a_glob_lets_regular_expression_characters_stand_for_themselves():
@@ -158,7 +158,7 @@ def test_the_port_of_a_pair_is_spelled_the_same_way():
 def test_an_operation_is_understood():
     pattern = parse("h.*.attn/matmul#1:inputs[query]")
     assert (pattern.operation, pattern.nth, pattern.port) == ("matmul", 1, "inputs")
-    (place,) = hl.select(tree(), "a.x/softmax")
+    (place,) = hl.select(lettered_tree(), "a.x/softmax")
     assert (place, place.path, place.operation) == ("a.x/softmax", "a.x", "softmax")
 
 
@@ -195,7 +195,7 @@ def test_an_operation_is_understood():
 )
 def test_a_malformed_place_is_repeated_with_the_reason_and_the_form(text, reason):
     with pytest.raises(hl.PlaceError, match=reason) as caught:
-        hl.select(tree(), text)
+        hl.select(lettered_tree(), text)
     assert repr(text) in caught.value.asked
     assert caught.value.found
     assert caught.value.remedy.startswith("A place is path")
@@ -204,9 +204,9 @@ def test_a_malformed_place_is_repeated_with_the_reason_and_the_form(text, reason
 @pytest.mark.parametrize(("port", "close"), [("inptu", "input"), ("grad_ouput", "grad_output")])
 def test_a_wrong_port_is_told_with_the_closest_one_and_all_there_are(port, close):
     with pytest.raises(hl.PlaceError, match=f"'{port}', which does not exist. Closest: '{close}'."):
-        hl.select(tree(), f"a:{port}")
+        hl.select(lettered_tree(), f"a:{port}")
     with pytest.raises(hl.PlaceError, match=r"A module has output, input, .* value, grad"):
-        hl.select(tree(), "a:")
+        hl.select(lettered_tree(), "a:")
 
 
 @given(st.text(alphabet=SPECIAL + "ab.01'\" ", max_size=12))

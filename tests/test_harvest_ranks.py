@@ -7,25 +7,25 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_harvesting import LargeBatches, check_mean, small
+from environment import ROOT
+from harvests import check_mean
+from models import LargeBatches, overwriting_mlp
 from torch import nn
 
 import hookline as hl
 from hookline.integrations.ray import Harvester
 
-ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
 RANKS = """
 import os, sys, time
 import torch
 import hookline as hl
-from test_harvesting import small
+from models import overwriting_mlp
 
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 rank = os.environ["RANK"]
@@ -39,7 +39,7 @@ def forward(model, batch):
     return model(batch)
 
 forward.calls = 0
-model = small()
+model = overwriting_mlp()
 torch.manual_seed(1)
 hl.harvest(model, torch.randn(202, 4).split(8), ["0", "2"], to=sys.argv[1], forward=forward,
            statistics=[hl.Mean()])
@@ -69,7 +69,7 @@ def test_a_rank_under_torchrun_that_is_killed_and_restarted_completes_the_store(
     store = hl.Store.open(to)
     assert sorted(store.ids) == list(range(202))
     assert before < samples_of(to, 1)
-    model = small()
+    model = overwriting_mlp()
     torch.manual_seed(1)
     with torch.no_grad():
         expected = torch.cat([model[0](x) for x in torch.randn(202, 4).split(8)])
@@ -100,44 +100,44 @@ def wait_for(process, condition, seconds=90):
 # Ray's actors, without Ray
 
 
-def batch(*ids):
+def ray_batch(*ids):
     rows = np.stack([np.full(4, n, dtype="float32") for n in ids])
     rows.flags.writeable = False  # as Ray gives them
     return {"id": np.array(ids), "x": rows}
 
 
 def harvester(to, **options):
-    return Harvester(small, "0", to, **({"ids": "id", "inputs": "x"} | options))
+    return Harvester(overwriting_mlp, "0", to, **({"ids": "id", "inputs": "x"} | options))
 
 
-def rows_of(*ids):
+def rows_by_id(*ids):
     with torch.no_grad():
-        return small()[0](torch.from_numpy(np.array(batch(*ids)["x"])))
+        return overwriting_mlp()[0](torch.from_numpy(np.array(ray_batch(*ids)["x"])))
 
 
 def test_actors_write_as_ranks_of_their_own_and_read_as_one_store(tmp_path):
     one, other = harvester(tmp_path), harvester(tmp_path)
-    assert one(batch(0, 1)) == {
+    assert one(ray_batch(0, 1)) == {
         "store": [str(tmp_path)], "rank": [0], "samples": [2], "stored before": [0],
     }  # fmt: skip
-    assert other(batch(2, 3))["rank"] == [1]
+    assert other(ray_batch(2, 3))["rank"] == [1]
     one.close(), other.close()
     store = hl.Store.open(tmp_path)
     assert store.ids == [0, 1, 2, 3]
-    assert torch.equal(store["0"][:2], rows_of(0, 1))
+    assert torch.equal(store["0"][:2], rows_by_id(0, 1))
 
 
 def test_a_batch_that_is_run_again_is_stored_once(tmp_path):
     one, other, third = (harvester(tmp_path) for _ in range(3))
-    one(batch(0, 1))
-    assert one(batch(0, 1))["stored before"] == [2]
-    one(batch(2, 3))
+    one(ray_batch(0, 1))
+    assert one(ray_batch(0, 1))["stored before"] == [2]
+    one(ray_batch(2, 3))
     one.close()  # its process dies; its last batch comes to others
-    assert other(batch(2, 3, 4))["samples"] == [1]
+    assert other(ray_batch(2, 3, 4))["samples"] == [1]
     again = harvester(tmp_path)  # in its place
-    assert again(batch(1, 4, 5))["rank"] == [0]
+    assert again(ray_batch(1, 4, 5))["rank"] == [0]
     again.close()
-    assert third(batch(5, 6))["samples"] == [1]
+    assert third(ray_batch(5, 6))["samples"] == [1]
     for actor in (other, third):
         actor.close()
     ids = hl.Store.open(tmp_path).ids
@@ -146,11 +146,11 @@ def test_a_batch_that_is_run_again_is_stored_once(tmp_path):
 
 def test_a_new_start_of_the_whole_program_goes_on(tmp_path):
     one, other = harvester(tmp_path), harvester(tmp_path)
-    one(batch(0, 1))
-    other(batch(2, 3))
+    one(ray_batch(0, 1))
+    other(ray_batch(2, 3))
     one.close(), other.close()
     one = harvester(tmp_path)
-    assert [one(batch(n))["samples"] for n in range(5)] == [[0], [0], [0], [0], [1]]
+    assert [one(ray_batch(n))["samples"] for n in range(5)] == [[0], [0], [0], [0], [1]]
     one.close()
     with pytest.raises(hl.HarvestError, match="dtype=None; now it is float16"):
         harvester(tmp_path, dtype=torch.float16)
@@ -158,14 +158,14 @@ def test_a_new_start_of_the_whole_program_goes_on(tmp_path):
 
 def test_columns_are_given_to_the_model_by_name_or_by_a_function(tmp_path):
     by_name = harvester(tmp_path / "a", inputs={"input": "x"})
-    by_name(batch(0, 1))
-    words = {"id": np.array(["a", "b"]), "x": batch(0, 1)["x"]}
+    by_name(ray_batch(0, 1))
+    words = {"id": np.array(["a", "b"]), "x": ray_batch(0, 1)["x"]}
     by_function = harvester(
         tmp_path / "b", inputs=None, forward=lambda model, columns: model(columns["x"])
     )
     by_function(words)
     by_name.close(), by_function.close()
-    assert torch.equal(hl.Store.open(tmp_path / "a")["0"][:], rows_of(0, 1))
+    assert torch.equal(hl.Store.open(tmp_path / "a")["0"][:], rows_by_id(0, 1))
     assert hl.Store.open(tmp_path / "b").ids == ["a", "b"]
     with pytest.raises(hl.HarvestError, match="neither"):
         harvester(tmp_path / "c", inputs=None)
@@ -183,7 +183,7 @@ def test_columns_that_are_no_arrays_come_as_they_are(tmp_path):
     labels = np.empty(2, dtype=object)
     labels[:] = [[1], [2, 3]]
     actor = harvester(tmp_path, inputs=None, forward=forward)
-    actor(batch(0, 1) | {"labels": labels})
+    actor(ray_batch(0, 1) | {"labels": labels})
     actor.close()
     assert seen == [[[1], [2, 3]]]
 
@@ -211,13 +211,13 @@ def test_lists_come_to_the_model_as_one_tensor(tmp_path):
 
 def test_an_id_that_stands_twice_in_a_batch_is_stored_once(tmp_path):
     actor = harvester(tmp_path)
-    assert actor(batch(3, 1, 3, 3, 2)) | {"store": []} == {
+    assert actor(ray_batch(3, 1, 3, 3, 2)) | {"store": []} == {
         "store": [], "rank": [0], "samples": [3], "stored before": [2],
     }  # fmt: skip
     actor.close()
     store = hl.Store.open(tmp_path)
     assert store.ids == [3, 1, 2]
-    assert torch.equal(store["0"][:], rows_of(3, 1, 2))
+    assert torch.equal(store["0"][:], rows_by_id(3, 1, 2))
 
 
 def test_an_actor_goes_on_with_the_places_that_it_began_with(tmp_path):
@@ -226,10 +226,10 @@ def test_an_actor_goes_on_with_the_places_that_it_began_with(tmp_path):
 
     one = begin()
     with pytest.warns(hl.HooklineWarning, match=r"Nothing .* 'h.1'"):
-        one(batch(0, 1))
+        one(ray_batch(0, 1))
     one.close()
     one = begin()
-    one(batch(2, 3, 4))
+    one(ray_batch(2, 3, 4))
     one.close()
     store = hl.Store.open(tmp_path)
     assert (store.places(), store.ids) == (["h.0", "h.2"], [0, 1, 2, 3, 4])
@@ -253,7 +253,7 @@ import ray
 import torch
 import hookline as hl
 from hookline.integrations.ray import Harvester
-from test_harvesting import small
+from models import overwriting_mlp
 
 to = Path(sys.argv[1])
 
@@ -281,7 +281,8 @@ x = np.random.default_rng(0).standard_normal((640, 4)).astype("float32")
 items = [{"id": n, "x": row} for n, row in enumerate(x)]
 threading.Thread(target=kill_one, daemon=True).start()
 ray.data.from_items(items, override_num_blocks=20).map_batches(
-    Slow, fn_constructor_kwargs=dict(model=small, where="0", to=str(to), ids="id", inputs="x"),
+    Slow, fn_constructor_kwargs=dict(
+        model=overwriting_mlp, where="0", to=str(to), ids="id", inputs="x"),
     batch_size=16, compute=ray.data.ActorPoolStrategy(size=2)).materialize()
 ray.shutdown()
 """
@@ -301,7 +302,7 @@ def test_an_actor_of_ray_that_is_killed_leaves_no_gap_and_no_duplicate(tmp_path)
     assert sorted(store.ids) == list(range(640))
     x = np.random.default_rng(0).standard_normal((640, 4)).astype("float32")
     with torch.no_grad():
-        expected = small()[0](torch.from_numpy(x))
+        expected = overwriting_mlp()[0](torch.from_numpy(x))
     torch.testing.assert_close(store["0"][torch.tensor(store.ids).argsort()], expected)
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+from faults import fault_of
+from models import Giving
 from torch import nn
 
 import hookline as hl
@@ -48,7 +50,7 @@ def positions(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
         yield from positions(content[key], (*path, key))
 
 
-def changed(content: Any, path: tuple[Any, ...], *new: Any) -> Any:
+def with_change_at(content: Any, path: tuple[Any, ...], *new: Any) -> Any:
     """A JSON value with something else at a position, or nothing."""
     if not path:
         return new[0] if new else None
@@ -56,7 +58,7 @@ def changed(content: Any, path: tuple[Any, ...], *new: Any) -> Any:
     if len(path) == 1 and not new:
         del content[path[0]]
     else:
-        content[path[0]] = changed(content[path[0]], path[1:], *new)
+        content[path[0]] = with_change_at(content[path[0]], path[1:], *new)
     return content
 
 
@@ -65,8 +67,8 @@ def json_changes(content: Any) -> Iterator[str]:
     values = itertools.cycle(VALUES)
     for path in positions(content):
         for value in itertools.islice(values, EACH):
-            yield json.dumps(changed(content, path, value))
-        yield json.dumps(changed(content, path))
+            yield json.dumps(with_change_at(content, path, value))
+        yield json.dumps(with_change_at(content, path))
     text = json.dumps(content)
     yield text.replace("{", '{"format": 1, ', 1)  # a key that stands there twice
     yield "[" * 100_000
@@ -112,10 +114,12 @@ def tensor_changes(folder: Path, kind: str) -> Iterator[None]:
     kinds = ["F64", "F4", "U8", "BOOL", "C64", "X", 3]
     texts = [json.dumps(header).replace(next(iter(header)), "other\\n\\u001b")]
     for name in header:
-        texts += [json.dumps(changed(header, (name, "shape"), s)) for s in sizes]
-        texts += [json.dumps(changed(header, (name, "dtype"), k)) for k in kinds]
-        texts += [json.dumps(changed(header, (name, "data_offsets"), [0, n])) for n in (1, HUGE)]
-        texts.append(json.dumps(changed(header, (name,))))
+        texts += [json.dumps(with_change_at(header, (name, "shape"), s)) for s in sizes]
+        texts += [json.dumps(with_change_at(header, (name, "dtype"), k)) for k in kinds]
+        texts += [
+            json.dumps(with_change_at(header, (name, "data_offsets"), [0, n])) for n in (1, HUGE)
+        ]
+        texts.append(json.dumps(with_change_at(header, (name,))))
     written = [struct.pack("<Q", len(t)) + t.encode() + whole[8 + size :] for t in texts]
     written += [struct.pack("<Q", n) + whole[8:] for n in (0, 2**40, 2**64 - 1)]
     for data in written:
@@ -161,17 +165,8 @@ def assert_withstands(read: Callable[[Path], Any], folder: Path) -> None:
 # -- guard dumps ----------------------------------------------------------------------------------
 
 
-class Doing(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def logs() -> nn.Module:
-    return nn.Sequential(nn.ReLU(), Doing(torch.log))
+    return nn.Sequential(nn.ReLU(), Giving(torch.log))
 
 
 def huge() -> nn.Module:
@@ -180,20 +175,21 @@ def huge() -> nn.Module:
     return model
 
 
+class Root(nn.Module):
+    """Its gradient is bad, and its argument has a name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 0).sqrt()
+
+
 def rooted() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), Doing(lambda x: (x * 0).sqrt()))
+    return nn.Sequential(nn.Linear(2, 2), Root())
 
 
-def dumped(model: nn.Module, folder: Path, backward: bool = False, careful: bool = False) -> Path:
-    def step() -> None:
-        with hl.guard(model, to=folder, careful=careful):
-            y = model(torch.full((2, 2), 2.0 if backward or careful else -1.0))
-            if backward:
-                y.sum().backward()
-
-    with pytest.raises(hl.NonFiniteError) as caught:
-        step()
-    return caught.value.fault.folder
+def dump_of(model: nn.Module, folder: Path, **options: bool) -> Path:
+    """What a guard writes of a step that fails: in its forward, its backward, or its checks."""
+    x = torch.full((2, 2), 2.0 if any(options.values()) else -1.0)
+    return fault_of(model, x, to=folder, **options).folder
 
 
 DUMPS = {
@@ -208,7 +204,7 @@ DUMPS = {
 def test_a_dump_that_was_changed_anywhere_is_replayed_or_refused(kind, given, tmp_path):
     make, backward, careful = DUMPS[kind]
     model = make()
-    folder = dumped(model, tmp_path, backward, careful)
+    folder = dump_of(model, tmp_path, backward=backward, careful=careful)
     before = torch.get_rng_state()
     modes = [module.training for module in model.modules()]
     assert_withstands(lambda folder: repr(hl.replay(folder, model if given else None)), folder)
@@ -226,12 +222,12 @@ SIZES = {
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_module_of_another_size_than_its_state_is_never_made(name, tmp_path):
-    folder = dumped(huge()[:1], tmp_path, careful=True)
+    folder = dump_of(huge()[:1], tmp_path, careful=True)
     path = folder / "guard.json"
     content = json.loads(path.read_text())
     for size in SIZES[name]:
         options = content["module"]["constructor"] | {name: size}
-        path.write_text(json.dumps(changed(content, ("module", "constructor"), options)))
+        path.write_text(json.dumps(with_change_at(content, ("module", "constructor"), options)))
         with pytest.raises(hl.ReplayError, match="cannot be made of what was written"):
             hl.replay(folder)
 
@@ -246,14 +242,16 @@ def test_a_module_of_more_layers_than_its_state_is_never_made(tmp_path):
     folder = caught.value.fault.folder
     path = folder / "guard.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(changed(content, ("module", "constructor", "num_layers"), 10**12)))
+    path.write_text(
+        json.dumps(with_change_at(content, ("module", "constructor", "num_layers"), 10**12))
+    )
     with pytest.raises(hl.ReplayError, match="num_layers"):
         hl.replay(folder)
 
 
 def test_what_a_model_raises_in_a_replay_is_the_cause_of_the_error(tmp_path):
     model = logs()
-    folder = dumped(model, tmp_path)
+    folder = dump_of(model, tmp_path)
     model[1].function = lambda x: 1 // 0
     with pytest.raises(hl.ReplayError, match="raised ZeroDivisionError") as caught:
         hl.replay(folder, model)
@@ -261,20 +259,19 @@ def test_what_a_model_raises_in_a_replay_is_the_cause_of_the_error(tmp_path):
 
 
 def test_a_replay_without_a_model_draws_no_random_numbers(tmp_path):
-    folder = dumped(huge(), tmp_path, careful=True)
+    folder = dump_of(huge(), tmp_path, careful=True)
     before = torch.get_rng_state()
     assert hl.replay(folder).reproduced
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_names_in_a_dump_do_not_steer_a_terminal(tmp_path):
-    folder = dumped(rooted(), tmp_path, backward=True)
+    folder = dump_of(rooted(), tmp_path, backward=True)
     path = folder / "guard.json"
     content = json.loads(path.read_text().replace('"x"', '"\\u001b[31mx"'))
-    path.write_text(json.dumps(changed(content, ("module", "positional"), 0)))
+    path.write_text(json.dumps(with_change_at(content, ("module", "positional"), 0)))
     model = rooted()
-    model[1] = Doing(lambda inputs: (inputs["\x1b[31mx"] * 0).sqrt())
-    model[1].forward = lambda **inputs: model[1].function(inputs)
+    model[1].forward = lambda **inputs: (inputs["\x1b[31mx"] * 0).sqrt()
     found = hl.replay(folder, model)
     assert found.reproduced
     assert r"gradient of \x1b[31mx" in repr(found)

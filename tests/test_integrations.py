@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean
+from oracles import assert_clean
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,7 +20,7 @@ import hookline as hl
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def data(count=48):
+def labelled_data(count=48):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, 6, generator=generator)
     return x, (x.sum(1) > 0).long()
@@ -33,7 +33,7 @@ def small_training(to, steps=4, illness=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = data()
+    x, y = labelled_data()
     found = []
     with hl.watch(model, every=2, optimizer=optimizer, to=[*to, found.append]) as watching:
         for step in range(steps):
@@ -236,7 +236,7 @@ def trainer(lightning, tmp_path, callbacks, **options):
 
 
 def loader():
-    return DataLoader(TensorDataset(*data()), batch_size=8)
+    return DataLoader(TensorDataset(*labelled_data()), batch_size=8)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -310,7 +310,7 @@ def test_lightning_stops_at_a_bad_number_and_is_left_clean(lightning, tmp_path):
     from hookline.integrations.lightning import GuardCallback, WatchCallback
 
     model = lit_model(lightning)
-    x, y = data()
+    x, y = labelled_data()
     x[20] = math.inf
     bad = DataLoader(TensorDataset(x, y), batch_size=8)
     watching = WatchCallback(every=1)
@@ -404,10 +404,10 @@ def test_lightning_finds_the_producer_where_a_strategy_calls_the_module(lightnin
 
     for index in range(2):
         model.forward = redirected
-        model(data(), index).backward()
+        model(labelled_data(), index).backward()
     model.forward = redirected
     with pytest.raises(hl.NonFiniteError) as found:
-        model(data(), 2)
+        model(labelled_data(), 2)
     callback.on_train_end(None, model)
     assert found.value.fault.place == "b/linear"
 
@@ -431,7 +431,7 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(out, labels), "logits": out}
 
 
-class Rows(torch.utils.data.Dataset):
+class LabelledRows(torch.utils.data.Dataset):
     def __init__(self, x, y):
         self.x, self.y = x, y
 
@@ -447,7 +447,7 @@ def hf_train(tmp_path, callbacks, rows=None, seed=0, **options):
 
     torch.manual_seed(seed)
     model = Classifier()
-    rows = rows or Rows(*data())
+    rows = rows or LabelledRows(*labelled_data())
     arguments = TrainingArguments(
         output_dir=str(tmp_path), report_to=[], use_cpu=True, save_strategy="no",
         per_device_train_batch_size=8, num_train_epochs=2, logging_steps=1, disable_tqdm=True,
@@ -500,10 +500,10 @@ def test_the_trainer_of_transformers_trains_the_same_with_and_without(tmp_path):
 def test_the_trainer_of_transformers_stops_at_a_bad_number(tmp_path):
     from hookline.integrations.transformers import GuardCallback, WatchCallback
 
-    x, y = data()
+    x, y = labelled_data()
     x[:] = math.inf
     model, trainer = hf_train(
-        tmp_path, [WatchCallback(every=1), GuardCallback(to=None)], rows=Rows(x, y)
+        tmp_path, [WatchCallback(every=1), GuardCallback(to=None)], rows=LabelledRows(x, y)
     )
     with pytest.raises(hl.NonFiniteError):
         trainer.train()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_clean
-from models import small
+from models import Mark, OneOfTwo, Token, small
+from oracles import assert_clean, objects_alive
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,7 +48,7 @@ def growth(run, rounds=40, warm=5):
     return resident() - before
 
 
-def wide():
+def megabyte_model():
     """A model whose first activations take 1 MB each for an input of 256 rows."""
     return nn.Sequential(
         nn.Linear(8, 1024), nn.ReLU(inplace=True), nn.Linear(1024, 8), nn.Identity()
@@ -75,7 +75,7 @@ def tensors_alive():
     ids=["outputs", "inputs", "gradients"],
 )
 def test_memory_stays_flat_over_many_captures(places, detach, ends):
-    model = wide()
+    model = megabyte_model()
     x = torch.randn(256, 8)
 
     def run():
@@ -93,7 +93,7 @@ def test_memory_stays_flat_over_many_captures(places, detach, ends):
 
 
 def test_memory_stays_flat_over_many_captures_of_gradients_that_have_a_graph():
-    model = wide()
+    model = megabyte_model()
     model[1] = nn.Tanh()
     x = torch.randn(256, 8, requires_grad=True)
 
@@ -122,7 +122,7 @@ def test_memory_stays_flat_over_many_captures_of_gradients_that_have_a_graph():
 )
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "exception"])
 def test_memory_stays_flat_over_many_other_contexts(make, fails):
-    model = wide()
+    model = megabyte_model()
     x = torch.randn(256, 8)
 
     def run():
@@ -177,11 +177,6 @@ ATTACHED = {
 }
 
 
-def objects_alive():
-    gc.collect()
-    return len(gc.get_objects())
-
-
 @pytest.mark.parametrize("mode", ["train", "eval", "exception", "checkpoint"])
 @pytest.mark.parametrize("make", ATTACHED.values(), ids=ATTACHED.keys())
 def test_an_attachment_does_not_grow_with_the_number_of_calls(make, mode):
@@ -217,23 +212,6 @@ def test_an_attachment_does_not_grow_with_the_number_of_calls(make, mode):
 
 
 # -- what is collectable --------------------------------------------------------------------------
-
-
-class Token:
-    """Stands in the graph of what was computed: alive as long as the graph is."""
-
-
-class Mark(torch.autograd.Function):
-    """The identity, which leaves a token in the graph."""
-
-    @staticmethod
-    def forward(ctx, x, token):
-        ctx.token = token
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 def forward(model):
@@ -329,16 +307,8 @@ def test_a_finished_edit_keeps_neither_values_nor_graphs(verb):
 
 
 def test_the_exception_of_a_place_that_never_fired_keeps_no_model():
-    class Idle(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.used(x)
-
     def fail():
-        model = Idle()
+        model = OneOfTwo()
         try:
             with hl.capture(model, "used", "unused", detach=True):
                 model(torch.ones(1, 3))
@@ -406,7 +376,7 @@ def test_a_record_of_many_calls_holds_one_value_a_call_and_no_more():
 
 @pytest.mark.parametrize("port", ["", ":grad_output", ":grad_input"])
 def test_a_record_that_was_read_is_freed_at_once(port):
-    model = wide()
+    model = megabyte_model()
 
     def run():
         with hl.capture(model, f"**{port}") as record:

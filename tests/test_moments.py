@@ -19,11 +19,11 @@ from hookline.training.tensor_moments import (
 )
 
 
-def named(found: Moments) -> dict[str, float]:
+def values_by_name(found: Moments) -> dict[str, float]:
     return dict(zip(STATISTICS, found.values(), strict=True))
 
 
-def oracle(x: torch.Tensor, unit: int = -1) -> dict[str, float]:
+def moments_by_numpy(x: torch.Tensor, unit: int = -1) -> dict[str, float]:
     """The statistics by numpy, of the finite values."""
     values = x.double().numpy()
     finite = np.isfinite(values)
@@ -40,9 +40,9 @@ def oracle(x: torch.Tensor, unit: int = -1) -> dict[str, float]:
     return found
 
 
-def check(found: Moments, x: torch.Tensor, unit: int = -1, rel: float = 1e-4) -> None:
-    for name, value in oracle(x, unit).items():
-        assert named(found)[name] == pytest.approx(value, rel=rel, abs=1e-7), name
+def assert_moments(found: Moments, x: torch.Tensor, unit: int = -1, rel: float = 1e-4) -> None:
+    for name, value in moments_by_numpy(x, unit).items():
+        assert values_by_name(found)[name] == pytest.approx(value, rel=rel, abs=1e-7), name
 
 
 def zoo():
@@ -79,11 +79,11 @@ def test_the_statistics_are_those_of_numpy(name, careful, monkeypatch):
         monkeypatch.setattr(moments_module, "_quick", lambda *args: None)
     found = moments(x)
     if name == "zeros":
-        assert named(found)["spread"] == 0
-        assert named(found)["dead"] == 1
+        assert values_by_name(found)["spread"] == 0
+        assert values_by_name(found)["dead"] == 1
         return
-    expected = oracle(x)
-    got = named(found)
+    expected = moments_by_numpy(x)
+    got = values_by_name(found)
     for key in ("mean", "std", "absmax", "norm", "zeros", "nonfinite"):
         size = expected["absmax"]
         assert got[key] == pytest.approx(expected[key], rel=2e-4, abs=1e-6 * size), key
@@ -96,24 +96,24 @@ def test_the_statistics_are_those_of_numpy(name, careful, monkeypatch):
 def test_both_ways_agree_on_units(monkeypatch):
     x = torch.randn(4, 6, 5, 5).relu()
     x[:, 2] = 0
-    check(moments(x, unit=1), x, unit=1)
+    assert_moments(moments(x, unit=1), x, unit=1)
     monkeypatch.setattr(moments_module, "_quick", lambda *args: None)
-    check(moments(x, unit=1), x, unit=1)
-    assert named(moments(x, unit=1))["dead"] == pytest.approx(1 / 6)
+    assert_moments(moments(x, unit=1), x, unit=1)
+    assert values_by_name(moments(x, unit=1))["dead"] == pytest.approx(1 / 6)
 
 
 def test_moments_are_of_the_finite_values():
     x = torch.randn(8, 50)
     x[0, 0], x[1, 1], x[2, 2], x[3, :] = math.nan, math.inf, -math.inf, -math.inf
     found = moments(x)
-    check(found, x)
+    assert_moments(found, x)
     assert found.nonfinite == 53
     assert found.bad == 2
     assert np.isnan(found.sample.numpy()).sum() == 53
     masked = torch.zeros(4, 4).masked_fill(torch.eye(4).bool(), -math.inf)
     assert moments(masked).bad == 0
     gone = moments(torch.full((3, 3), math.nan))
-    values = named(gone)
+    values = values_by_name(gone)
     assert values.pop("nonfinite") == 1
     assert all(math.isnan(value) for value in values.values())
 
@@ -122,13 +122,13 @@ def test_a_unit_without_finite_values_is_not_dead():
     x = torch.ones(4, 3)
     x[:, 1] = math.nan
     x[:, 2] = 0
-    assert named(moments(x))["dead"] == pytest.approx(1 / 3)
+    assert values_by_name(moments(x))["dead"] == pytest.approx(1 / 3)
 
 
 def test_saturated_values_are_counted():
     x = torch.tensor([-1.0, -0.98, 0.0, 0.5, 0.99, 1.0])
-    assert named(moments(x, flat=(-0.97, 0.97)))["saturated"] == pytest.approx(4 / 6)
-    assert math.isnan(named(moments(x))["saturated"])
+    assert values_by_name(moments(x, flat=(-0.97, 0.97)))["saturated"] == pytest.approx(4 / 6)
+    assert math.isnan(values_by_name(moments(x))["saturated"])
 
 
 def test_merging_is_measuring_both():
@@ -138,17 +138,19 @@ def test_merging_is_measuring_both():
     for part in parts[1:]:
         found = found.merged(moments(part, flat=(0, 1)))
     whole = torch.cat(parts)
-    check(found, whole)
+    assert_moments(found, whole)
     ends = ((whole <= 0) | (whole >= 1)).double().mean().item()
-    assert named(found)["saturated"] == pytest.approx(ends)
+    assert values_by_name(found)["saturated"] == pytest.approx(ends)
     assert sorted(found.sample.tolist()) == sorted(whole.flatten().tolist())
     empty = moments(torch.full((2, 4), math.nan))
-    assert named(empty.merged(found))["mean"] == pytest.approx(whole.mean().item(), rel=1e-5)
+    assert values_by_name(empty.merged(found))["mean"] == pytest.approx(
+        whole.mean().item(), rel=1e-5
+    )
 
 
 def test_merging_other_shapes_keeps_what_makes_sense():
     found = moments(torch.ones(2, 3)).merged(moments(torch.full((2, 5), -4.0)))
-    values = named(found)
+    values = values_by_name(found)
     assert values["absmax"] == 4
     assert math.isnan(values["dead"])
     assert values["mean"] == pytest.approx((6 - 40) / 16)
@@ -188,15 +190,15 @@ def test_large_tensors_are_measured_exactly(dtype, dense):
     for mean, std in ((0, 0.02), (5, 1), (3, 0.1), (30, 1)):
         x = (torch.randn(1025, 2048) * std + mean).to(dtype)
         x = x if dense else x[:, :2000]
-        values, expected = named(moments(x)), x.double()
+        values, expected = values_by_name(moments(x)), x.double()
         assert values["norm"] == pytest.approx(expected.norm().item(), rel=1e-6)
         assert values["std"] == pytest.approx(expected.std(correction=0).item(), rel=1e-3)
 
 
 def test_scaling_and_growing():
     x = torch.randn(6, 7).relu()
-    check(moments(x).scaled(0.125), x * 0.125)
-    check(moments(x).grown(3), x.repeat(3, 1))
+    assert_moments(moments(x).scaled(0.125), x * 0.125)
+    assert_moments(moments(x).grown(3), x.repeat(3, 1))
 
 
 def test_what_waits_on_a_device_is_settled_in_one_go(monkeypatch):
@@ -208,15 +210,15 @@ def test_what_waits_on_a_device_is_settled_in_one_go(monkeypatch):
     settle(found)
     for one, x in zip(found, tensors, strict=True):
         assert one.waiting is None
-        check(one, x)
+        assert_moments(one, x)
         assert sorted(one.sample.tolist()) == sorted(x.flatten().tolist())
 
 
 def test_zeros_are_counted_in_all_of_a_large_tensor():
     x = torch.randn(300, 300).relu()
-    assert named(moments(x))["zeros"] == pytest.approx((x == 0).double().mean().item())
+    assert values_by_name(moments(x))["zeros"] == pytest.approx((x == 0).double().mean().item())
     x = torch.randn(300, 300).abs() + 1
-    assert named(moments(x))["zeros"] == 0
+    assert values_by_name(moments(x))["zeros"] == 0
 
 
 def test_nothing_is_changed_and_no_random_number_drawn():
@@ -292,6 +294,6 @@ def test_what_cannot_be_measured():
 def test_values_whose_squares_no_number_can_hold_are_measured_as_infinite():
     one, other = (moments(size * torch.tensor([[1.0, 3.0]]).double()) for size in (1e200, -1e250))
     both = one.merged(other).scaled(1e10).grown(2.0)
-    assert named(both)["norm"] == named(both)["std"] == math.inf
-    assert named(both)["mean"] == pytest.approx((4e210 - 4e260) / 4)
-    assert named(both)["nonfinite"] == 0
+    assert values_by_name(both)["norm"] == values_by_name(both)["std"] == math.inf
+    assert values_by_name(both)["mean"] == pytest.approx((4e210 - 4e260) / 4)
+    assert values_by_name(both)["nonfinite"] == 0

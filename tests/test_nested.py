@@ -7,10 +7,10 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_clean, steps
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import Giving
+from oracles import assert_clean, work_of
 from torch import Tensor, nn
 from torch.distributions import (
     Bernoulli,
@@ -42,7 +42,7 @@ class Stamped(namedtuple("Base", "a b")):  # noqa: SLOT002 - as people write the
         return super().__new__(cls, a, "stamp")
 
 
-class Pair(tuple):  # noqa: SLOT001 - as people write them
+class TupleOfTwo(tuple):  # noqa: SLOT001 - as people write them
     def __new__(cls, a, b):
         return super().__new__(cls, (a, b))
 
@@ -189,7 +189,7 @@ CONTAINERS = {
     "named tuple": (lambda a: Point(a, 1), "a"),
     "named tuple by position": (lambda a: Point(1, a), 1),
     "named tuple with a constructor": (Stamped, "a"),
-    "tuple subclass": (lambda a: Pair(a, 1), 0),
+    "tuple subclass": (lambda a: TupleOfTwo(a, 1), 0),
     "list subclass": (lambda a: Row(a, 1), 0),
     "dict subclass": (lambda a: Attributed(a=a), "a"),
     "OrderedDict": (lambda a: OrderedDict(a=a, b=1), "a"),
@@ -241,7 +241,7 @@ each_container = pytest.mark.parametrize(
 )
 
 
-def tensors(value):
+def tensors_by_path(value):
     return {show_path(path): tensor for path, tensor in leaves(value)}
 
 
@@ -254,8 +254,10 @@ def test_a_container_that_comes_out_is_captured_with_its_own_type(make, path):
     assert out is value
     kept = record[""]
     assert type(kept) is type(value)
-    assert tensors(kept).keys() == tensors(value).keys()
-    for one, other in zip(tensors(kept).values(), tensors(value).values(), strict=True):
+    assert tensors_by_path(kept).keys() == tensors_by_path(value).keys()
+    for one, other in zip(
+        tensors_by_path(kept).values(), tensors_by_path(value).values(), strict=True
+    ):
         assert torch.equal(one, other)
         assert one is not other
     wanted = get_part(value, path).clone()
@@ -296,14 +298,14 @@ def test_one_part_of_a_container_that_comes_out_is_captured(make, path):
 @each_container
 def test_one_part_of_a_container_that_comes_out_is_edited(make, path):
     value = make(X.clone())
-    before = {name: tensor.clone() for name, tensor in tensors(value).items()}
+    before = {name: tensor.clone() for name, tensor in tensors_by_path(value).items()}
     model = Giving(lambda: value)
     with hl.edit(model, str(hl.Place("", "output", path)), lambda part: part + 10):
         out = model()
     assert type(out) is type(value)
     assert out is not value
     assert torch.equal(get_part(out, path), get_part(value, path) + 10)
-    for name, tensor in tensors(value).items():
+    for name, tensor in tensors_by_path(value).items():
         assert torch.equal(tensor, before[name])
     if isinstance(out, OrderedDict) and dataclasses.is_dataclass(out):
         assert out.a is out["a"]
@@ -462,7 +464,7 @@ def test_a_shared_structure_is_not_walked_along_every_path():
             value = [value, value]
         model = Giving(lambda value=value: value)
         with hl.capture(model, "") as record:
-            counts.append(steps(model))
+            counts.append(work_of(model))
         kept = record[""]
         for _ in range(depth):
             assert kept[0] is kept[1]
@@ -652,13 +654,13 @@ structures = st.recursive(
 )
 
 
-class Named:
+class ShownAsNamed:
     def __str__(self):
         return "named"
 
 
 def test_keys_that_have_the_same_text_are_different_parts():
-    first, second = Named(), Named()
+    first, second = ShownAsNamed(), ShownAsNamed()
     keys = [None, "None", 7, "7", (0, 1), "(0, 1)", first, second]
 
     class Keyed(nn.Module):
@@ -686,29 +688,29 @@ def test_keys_that_have_the_same_text_are_different_parts():
     assert_clean(model)
 
 
-def same(one, other):
+def same_structure(one, other):
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return list(one) == list(other) and all(same_structure(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(same_structure, one, other))
     if isinstance(one, (Plain, SimpleNamespace)):
-        return same(vars(one), vars(other))
+        return same_structure(vars(one), vars(other))
     return one == other
 
 
 @given(structures)
 @settings(max_examples=150, deadline=None)
 def test_every_leaf_is_at_its_path_and_can_be_replaced_there(value):
-    assert same(map_leaves(lambda leaf: leaf, value), value)
+    assert same_structure(map_leaves(lambda leaf: leaf, value), value)
     for path, tensor in leaves(value):
         assert get_part(value, path) is tensor
         changed = set_part(value, path, tensor + 1)
         assert torch.equal(get_part(changed, path), tensor + 1)
-        assert same(set_part(changed, path, tensor), value)
+        assert same_structure(set_part(changed, path, tensor), value)
 
 
 @example({-1: torch.zeros(2)})
@@ -718,8 +720,8 @@ def test_any_structure_goes_through_a_capture_unchanged(value):
     model = Giving(lambda given: given)
     with hl.capture(model, "", ":input", ":inputs") as record:
         assert model(value) is value
-    assert same(record[""], value)
-    assert same(record[":input"], value)
+    assert same_structure(record[""], value)
+    assert same_structure(record[":input"], value)
     repr(record)
     for path, tensor in leaves(value):
         assert torch.equal(record[str(hl.Place("", "output", path))], tensor)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imread
+from models import SelfAttention
 from torch import nn
-from torch.nn import functional as F
 
 import hookline as hl
 from hookline.training.findings import Findings
@@ -270,7 +270,7 @@ class Sum(nn.Module):
         return sum(values)
 
 
-def shown():
+def hostile_objects():
     """Every object that has a representation, with hostile names in it."""
     model, x = hostile(), torch.randn(3, 4)
     with hl.capture(model, "*") as record:
@@ -288,7 +288,7 @@ def shown():
 
 @pytest.mark.parametrize("number", range(9))
 def test_names_are_escaped_and_no_script_runs(number):
-    subject = shown()[number]
+    subject = hostile_objects()[number]
     text = subject._repr_html_()
     page = Page(text)
     assert "script" not in page.tags
@@ -341,11 +341,7 @@ def test_a_store_a_recipe_and_measurements_have_pictures(tmp_path):
 
 
 def test_attention_patterns_have_pictures_of_their_heads():
-    class Attention(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    model = nn.Sequential(Attention())
+    model = nn.Sequential(SelfAttention())
     with hl.attention(model) as patterns:
         model(torch.randn(2, 2, 6, 4))
     (picture,) = pixels(patterns._repr_html_())

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from environment import ROOT
 from safetensors.torch import load_file
 
 import hookline as hl
@@ -18,7 +19,6 @@ from hookline import operating_system
 from hookline.storage.small_files import most_files, replace_file
 from hookline.view.page_html import why_not
 
-ROOT = Path(__file__).parents[1]
 ON_WINDOWS = """
 import json, os, sys, threading, time
 sys.path[:0] = ["tests", "."]
@@ -90,7 +90,7 @@ def append(writer, count=3, mark=None):
 """
 
 
-def check(folder, samples):
+def check_written(folder, samples):
     """What a simulated Windows wrote is read on Linux, also by safetensors."""
     store = hl.Store.open(folder)
     assert len(store) == samples
@@ -120,7 +120,7 @@ for sync in ("commit", "shard", "never"):
     )
     assert on_windows(program, tmp_path) == "90\n90\n90\n"
     for sync in ("commit", "shard", "never"):
-        check(tmp_path / sync, 90)
+        check_written(tmp_path / sync, 90)
 
 
 @pytest.mark.parametrize("length", [10, 5000])  # the second is an index of two pages
@@ -187,7 +187,7 @@ print(samples, dropped)
 def test_a_killed_writer_loses_the_uncommitted_tail_only_and_its_lock(tmp_path):
     samples, dropped = map(int, on_windows(KILLED, tmp_path).split())
     assert dropped  # else no writer was killed in the middle of an append
-    check(tmp_path, samples)
+    check_written(tmp_path, samples)
 
 
 STOPPED = (
@@ -236,7 +236,7 @@ print(samples, ends.count(0))
 def test_a_writer_that_ends_at_any_write_loses_the_uncommitted_tail_only(tmp_path):
     samples, whole = map(int, on_windows(STOPPED, tmp_path).split())
     assert 0 < whole < 24
-    check(tmp_path, samples)
+    check_written(tmp_path, samples)
 
 
 def test_two_writers_of_a_rank_are_refused_in_one_process_and_in_two(tmp_path):

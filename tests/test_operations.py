@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean
+from models import hidden_states
+from oracles import assert_clean
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 
 
-class Attention(nn.Module):
+class OracleAttention(nn.Module):
     """Keeps its own intermediate values when told to: the oracle."""
 
     def __init__(self, width=8, heads=2):
@@ -49,10 +50,10 @@ def mix(scores):
     return F.softmax(scores, dim=-1)
 
 
-class Block(nn.Module):
+class OracleBlock(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attn = Attention()
+        self.attn = OracleAttention()
         self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU())
 
     def forward(self, x):
@@ -60,14 +61,9 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-def transformer():
+def oracle_transformer():
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block())
-
-
-def batch():
-    torch.manual_seed(1)
-    return torch.randn(2, 5, 8)
+    return nn.Sequential(OracleBlock(), OracleBlock())
 
 
 def watched(model, x):
@@ -88,7 +84,7 @@ def no_mode_is_left():
 
 
 def test_every_use_of_an_operation_is_what_the_forward_itself_sees():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     kept, expected = watched(model, x)
     with hl.capture(model, *kept) as record:
         out = model(x)
@@ -99,7 +95,7 @@ def test_every_use_of_an_operation_is_what_the_forward_itself_sees():
 
 
 def test_without_a_number_every_use_is_there_in_order():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     kept, _ = watched(model, x)
     with hl.capture(model, "*.attn/matmul") as record:
         model(x), model(x)
@@ -111,7 +107,7 @@ def test_without_a_number_every_use_is_there_in_order():
 
 
 def test_a_numbered_use_counts_anew_in_each_call():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with hl.capture(model, "0.attn/matmul#1") as record:
         for step in range(3):
             model(x + step)
@@ -121,7 +117,7 @@ def test_a_numbered_use_counts_anew_in_each_call():
 
 
 def test_inputs_by_position_and_by_name():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     kept, _ = watched(model, x)
     places = ["0.attn/softmax:input", "0.attn/softmax:inputs[dim]", "0.attn/matmul#1:inputs[other]"]
     with hl.capture(model, *places, "0.attn/softmax:inputs") as record:
@@ -147,7 +143,7 @@ def test_arguments_of_attention_have_their_names_however_they_were_passed():
 
 
 def test_gradients_at_operations_are_those_that_retain_grad_gives():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     kept, out = watched(model, x)
     out.square().sum().backward()
     with hl.capture(model, *(f"{place}:grad_output" for place in kept)) as record:
@@ -162,7 +158,7 @@ def test_gradients_at_operations_are_those_that_retain_grad_gives():
     )
 
 
-def reference(model, x, change):
+def with_changed_pattern(model, x, change):
     """The forward of the model with a change of the first block's pattern, written out."""
     attn = model[0].attn
     q, k, v = (attn.split(layer(x)) for layer in (attn.q, attn.k, attn.v))
@@ -180,16 +176,16 @@ def reference(model, x, change):
     ],
 )
 def test_an_edit_of_an_operation_is_the_forward_written_out(change, plain):
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with hl.edit(model, "0.attn/softmax", change):
         out = model(x)
-    torch.testing.assert_close(out, reference(model, x, plain))
-    torch.testing.assert_close(model(x), reference(model, x, lambda p: p))
+    torch.testing.assert_close(out, with_changed_pattern(model, x, plain))
+    torch.testing.assert_close(model(x), with_changed_pattern(model, x, lambda p: p))
     assert_clean(model)
 
 
 def test_one_head_of_a_pattern_is_edited_with_at():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with hl.edit(model, "0.attn/softmax", hl.zero(), at=(slice(None), 1)):
         out = model(x)
 
@@ -198,11 +194,11 @@ def test_one_head_of_a_pattern_is_edited_with_at():
         pattern[:, 1] = 0
         return pattern
 
-    torch.testing.assert_close(out, reference(model, x, ablate))
+    torch.testing.assert_close(out, with_changed_pattern(model, x, ablate))
 
 
 def test_an_edit_of_an_operations_input_and_of_its_gradient():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with (
         hl.edit(model, "0.attn/softmax:input", hl.zero()),
         hl.capture(model, "0.attn/softmax") as r,
@@ -221,7 +217,7 @@ def test_an_edit_of_an_operations_input_and_of_its_gradient():
 
 
 def test_a_capture_inside_an_edit_sees_the_edited_value_and_one_outside_the_original():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     place = "0.attn/softmax"
     for port, order in (("", "output"), (":input", "input")):
         with (
@@ -234,7 +230,7 @@ def test_a_capture_inside_an_edit_sees_the_edited_value_and_one_outside_the_orig
 
 
 def test_calls_restricts_an_edit_to_some_uses():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with hl.edit(model, "0/add", hl.zero(), calls=1):
         out = model[0](x)
     assert out.abs().sum() == 0
@@ -244,7 +240,7 @@ def test_calls_restricts_an_edit_to_some_uses():
 
 
 def test_only_the_modules_own_forward_is_looked_at_not_its_childrens_nor_hooks():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
 
     class Wrapped(nn.Module):
         def __init__(self):
@@ -288,7 +284,7 @@ def test_operators_have_torchs_names(name):
 
 
 def test_a_name_that_is_not_called_is_an_error_that_lists_those_that_are():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with (
         pytest.raises(hl.errors.NeverFired, match=r"'bmm'.*matmul, div, softmax") as error,
         hl.capture(model, "0.attn/bmm"),
@@ -324,7 +320,7 @@ def test_a_softmax_that_a_fused_kernel_does_inside_is_told_with_what_shows_it(pl
 
 
 def test_what_an_operation_cannot_have_is_refused():
-    model = transformer()
+    model = oracle_transformer()
     with pytest.raises(hl.errors.NotHookable, match="`with`"):
         hl.capture(model, "0.attn/softmax").attach()
     with pytest.raises(hl.errors.PlaceError, match="inputs=batch"):
@@ -337,7 +333,7 @@ def test_what_an_operation_cannot_have_is_refused():
 
 
 def test_select_lists_operations_in_order_with_shapes_and_source():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     state = torch.get_rng_state()
     found = hl.select(model, "0.attn/{matmul,softmax,div}", inputs=x)
     assert found == ["0.attn/matmul#0", "0.attn/div", "0.attn/softmax", "0.attn/matmul#1"]
@@ -441,14 +437,14 @@ def test_a_forward_that_raises_inside_another_mode_leaves_no_mode():
         assert torch.zeros(1).device.type == "cpu"
 
 
-class Doubling(TorchFunctionMode):
+class PassingMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 def test_other_modes_entered_before_and_after_stay_in_their_order():
-    model, x = transformer(), batch()
-    outer, inner = Doubling(), Doubling()
+    model, x = oracle_transformer(), hidden_states()
+    outer, inner = PassingMode(), PassingMode()
     with outer:
         context = hl.capture(model, "0.attn/softmax")
         record = context.__enter__()
@@ -460,7 +456,7 @@ def test_other_modes_entered_before_and_after_stay_in_their_order():
 
 
 def test_contexts_may_end_in_any_order():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     one, two = hl.capture(model, "0.attn/softmax"), hl.edit(model, "0.attn/softmax", hl.zero())
     record = one.__enter__()
     two.__enter__()
@@ -468,12 +464,12 @@ def test_contexts_may_end_in_any_order():
     one.__exit__(None, None, None)
     out = model(x)
     two.__exit__(None, None, None)
-    torch.testing.assert_close(out, reference(model, x, torch.zeros_like))
+    torch.testing.assert_close(out, with_changed_pattern(model, x, torch.zeros_like))
     assert len(record.calls("0.attn/softmax")) == 1
 
 
 def test_autocast_inference_and_no_grad():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with torch.autocast("cpu", torch.bfloat16), hl.capture(model, "0.attn/matmul#0") as record:
         expected = model(x)
     assert record["0.attn/matmul#0"].dtype is torch.bfloat16
@@ -486,7 +482,7 @@ def test_autocast_inference_and_no_grad():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_counts_each_use_once_and_repeats_edits(reentrant):
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
 
     def gradient(run):
         model.zero_grad()
@@ -507,8 +503,8 @@ def test_checkpointing_counts_each_use_once_and_repeats_edits(reentrant):
 
 @pytest.mark.parametrize("mode", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
 def test_autograd_grad_and_backward_of_tensors_see_the_edit(mode):
-    model, x = transformer(), batch().requires_grad_()
-    (expected,) = torch.autograd.grad(reference(model, x, lambda p: p * 2).sum(), x)
+    model, x = oracle_transformer(), hidden_states().requires_grad_()
+    (expected,) = torch.autograd.grad(with_changed_pattern(model, x, lambda p: p * 2).sum(), x)
 
     def run(x):
         return model(x) if mode is None else checkpoint(model, x, use_reentrant=mode)
@@ -522,16 +518,16 @@ def test_autograd_grad_and_backward_of_tensors_see_the_edit(mode):
 
 
 def test_a_context_with_operations_only_is_listed_as_live():
-    model = transformer()
+    model = oracle_transformer()
     with hl.capture(model, "0.attn/softmax"):
         assert len(hl.attached(model)) == 1
-        model(batch())
+        model(hidden_states())
     assert hl.attached(model) == []
     assert_clean(model)
 
 
 def test_early_stop_at_an_operation():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with hl.capture(model, "0.attn/softmax", stop=True) as record:
         model(x)
         raise AssertionError("not reached")
@@ -556,7 +552,7 @@ def test_a_recursive_module_counts_uses_of_each_call():
 
 
 def test_another_threads_calls_are_not_seen():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with hl.capture(model, "0.attn/softmax") as record:
         thread = threading.Thread(target=model, args=(x,))
         thread.start()
@@ -574,7 +570,7 @@ def test_another_threads_calls_are_not_seen():
     ],
 )
 def test_what_is_to_act_in_every_thread_tells_that_it_missed_the_operations_of_another(looks):
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     bare = model(x)
 
     def run(pool):
@@ -590,14 +586,14 @@ def test_what_is_to_act_in_every_thread_tells_that_it_missed_the_operations_of_a
 
 @pytest.mark.parametrize("looks", [lambda m: hl.capture(m, "0.attn/softmax"), hl.attention])
 def test_operations_that_came_in_another_thread_only_are_not_said_to_be_missing(looks):
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with pytest.raises(hl.NeverFired, match="another thread or task"), looks(model):
         with ThreadPoolExecutor(1) as pool:
             pool.submit(model, x).result()
 
 
 def test_another_tasks_calls_are_not_seen():
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
 
     async def looks(started, done):
         with hl.capture(model, "0.attn/softmax") as record:
@@ -636,7 +632,7 @@ def test_nothing_is_kept_alive_after_the_with():
     import gc
     import weakref
 
-    model, x = transformer(), batch().requires_grad_()
+    model, x = oracle_transformer(), hidden_states().requires_grad_()
     with hl.capture(model, "0.attn/softmax") as record:
         model(x)
     ref = weakref.ref(record["0.attn/softmax"])
@@ -651,7 +647,7 @@ def test_places_of_operations_are_printed_parsed_and_pickled():
     place = hl.Place("h.0.attn", "inputs", ("query",), "scaled_dot_product_attention#1")
     assert place == "h.0.attn/scaled_dot_product_attention#1:inputs[query]"
     assert pickle.loads(pickle.dumps(place)).operation == place.operation
-    model, x = transformer(), batch()
+    model, x = oracle_transformer(), hidden_states()
     with hl.capture(model, "0.attn/softmax:inputs[input]") as record:
         model(x)
     (place,) = record.places()
@@ -908,10 +904,10 @@ def test_an_edit_in_a_region_that_runs_again_without_its_module_is_refused(place
 
 
 def test_what_callers_hold_is_freed_when_they_return_without_garbage_collection():
-    model = transformer()
+    model = oracle_transformer()
 
     def run():
-        x = batch()
+        x = hidden_states()
         model(x)
         return weakref.ref(x)
 

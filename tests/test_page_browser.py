@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_pages import HOSTILE, hostile_model
+from models import HOSTILE_NAMES, hostile_model
 from torch import nn
 
 import hookline as hl
@@ -68,7 +68,7 @@ def await_chosen(tab, link, name):
     playwright.expect(tab.locator(".tree [aria-selected='true'] .name")).to_have_text(name)
 
 
-def rows(tab):
+def names_in_tree(tab):
     return tab.locator(".tree .row .name").all_inner_texts()
 
 
@@ -85,7 +85,7 @@ def painted(tab, selector):
     return False
 
 
-class Block(nn.Module):
+class ConvBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.act = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
@@ -100,7 +100,7 @@ def record_page(tmp_path_factory):
     torch.manual_seed(0)
     model = nn.Sequential()
     model.add_module("stem", nn.Conv2d(1, 4, 3))
-    model.add_module("blocks", nn.Sequential(Block(), Block()))
+    model.add_module("blocks", nn.Sequential(ConvBlock(), ConvBlock()))
     model.add_module("flat", nn.Flatten())
     model.add_module("fc", nn.Linear(144, 10))
     where = ["stem", "blocks.**", "fc", "fc:input", "blocks.*.conv:grad_output", "fc.weight"]
@@ -115,7 +115,7 @@ def test_the_page_opens_from_a_disk_and_asks_for_nothing(tab, record_page):
     assert tab.title() == "Small net · hookline"
     assert [url.partition(":")[0] for url in tab.asked] == ["file"]
     assert tab.locator(".facts dd").first.inner_text() == "1,798"
-    assert rows(tab)[:4] == ["model", "stem", "blocks", "0"]
+    assert names_in_tree(tab)[:4] == ["model", "stem", "blocks", "0"]
     assert painted(tab, "canvas[aria-label^='Standard deviation']")
     assert painted(tab, ".tile canvas")
 
@@ -125,7 +125,7 @@ def test_a_report_that_the_live_view_serves_is_drawn_and_can_ask_nobody(tab, rec
         address = f"{server.address}report?source={record_page.name}"
         tab.goto(address)
         tab.wait_for_selector("html[data-ready]")
-        assert rows(tab)[:4] == ["model", "stem", "blocks", "0"]
+        assert names_in_tree(tab)[:4] == ["model", "stem", "blocks", "0"]
         assert painted(tab, "canvas[aria-label^='Standard deviation']")
         assert painted(tab, ".tile canvas")
         assert tab.asked == [address]
@@ -315,7 +315,7 @@ def test_names_can_be_seen_and_do_not_turn_the_writing_around(tab, tmp_path):
     model.add_module("ab\u202ecd", nn.Linear(2, 2))
     model.add_module(" ", nn.Linear(2, 2))
     visit(tab, hl.report(model, tmp_path / "names.html", batch=torch.randn(3, 2)))
-    assert rows(tab) == ["model", "ab\\u202ecd", "' '"]
+    assert names_in_tree(tab) == ["model", "ab\\u202ecd", "' '"]
     assert "\u202e" not in tab.locator("body").inner_text()
     assert "' '" in tab.locator(".tile .path").all_inner_texts()
     tab.locator(".row").nth(1).click()
@@ -331,7 +331,7 @@ def test_a_picture_without_a_finite_number_has_no_scale(tab, tmp_path):
     assert tab.locator(".legend").count() == 0
 
 
-def captured(value):
+def captured_twice(value):
     with hl.capture(model := nn.Sequential(nn.Identity(), nn.Identity()), "*") as record:
         model(value)
     return record
@@ -339,7 +339,7 @@ def captured(value):
 
 def test_a_vector_is_drawn_around_what_is_not_finite(tab, tmp_path):
     value = torch.tensor([1.0, 2.0, torch.inf, -1.0, torch.nan])
-    visit(tab, hl.report(captured(value), tmp_path / "vector.html"), "#place=0")
+    visit(tab, hl.report(captured_twice(value), tmp_path / "vector.html"), "#place=0")
     playwright.expect(tab.locator(".pictured .key")).to_have_text("not finite")
     chart = tab.locator(".picture canvas")
     pixels = """node => [node.width, node.height,
@@ -352,13 +352,13 @@ def test_a_vector_is_drawn_around_what_is_not_finite(tab, tmp_path):
 
 def test_large_numbers_that_are_neighbours_have_an_axis(tab, tmp_path):
     value = torch.tensor([1e16, 1e16 + 2, 1e16], dtype=torch.float64)
-    visit(tab, hl.report(captured(value), tmp_path / "large.html"), "#place=0")
+    visit(tab, hl.report(captured_twice(value), tmp_path / "large.html"), "#place=0")
     assert painted(tab, ".card canvas[aria-label^='Histogram']")
 
 
 def test_a_picture_tells_the_numbers_that_are_there(tab, tmp_path):
     value = torch.tensor([[15496, 28001, 2049, 50256]])
-    visit(tab, hl.report(captured(value), tmp_path / "ids.html"), "#place=0")
+    visit(tab, hl.report(captured_twice(value), tmp_path / "ids.html"), "#place=0")
     box = tab.locator(".picture canvas").bounding_box()
     told = []
     for n in range(4):
@@ -391,8 +391,8 @@ def test_a_layer_without_spread_is_seen_along_the_layers(tab, tmp_path):
 def test_hostile_names_are_text_and_nothing_else(tab, tmp_path):
     path = hl.report(hostile_model(), tmp_path / "page.html", batch=torch.randn(3, 2))
     visit(tab, path)
-    assert set(rows(tab)) >= set(HOSTILE)
-    for name in HOSTILE:
+    assert set(names_in_tree(tab)) >= set(HOSTILE_NAMES)
+    for name in HOSTILE_NAMES:
         tab.locator(".row .name").get_by_text(name, exact=True).click()
         playwright.expect(tab.locator("h1")).to_have_text(name, use_inner_text=False)
         tab.wait_for_selector(".card .statistics")
@@ -428,7 +428,7 @@ def test_a_thousand_modules_are_a_few_rows_at_a_time(tab, large_page):
 ROWS = [Row(f"h.{n}", kind, "Block", (2, 3)) for n in range(5) for kind in ("output", "grad")]
 
 
-def write(writer, steps):
+def write_steps(writer, steps):
     for step in steps:
         values = np.random.default_rng(step).random((len(ROWS), len(STATISTICS)), np.float32)
         writer.histograms(step, [(0, BinCounts(-1.0, 1.0, np.arange(64)))])
@@ -438,7 +438,7 @@ def write(writer, steps):
 
 def test_a_run_shows_findings_curves_and_a_map_that_leads_to_places(tab, tmp_path):
     with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
-        write(writer, range(20))
+        write_steps(writer, range(20))
         writer.finding(Finding("dead units", "h.3", 7, "All 5 are.", {}, "Try less.", "error"))
     visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"))
     tab.wait_for_selector(".curve canvas")
@@ -471,7 +471,7 @@ def test_the_steps_of_a_map_stand_under_their_columns(tab, tmp_path):
         return write.call(this, text, x, y);
       };""")
     with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
-        write(writer, range(12))
+        write_steps(writer, range(12))
     visit(tab, hl.report(tmp_path / "run", tmp_path / "run.html"))
     assert painted(tab, "canvas[aria-label^='std of 5 places']")
     steps, at, align = zip(*tab.evaluate("window.written"), strict=True)
@@ -604,7 +604,7 @@ def test_numbers_beside_pictures_are_not_cut_off(low, high, tab, tmp_path):
 
 def test_what_is_noticed_late_in_a_long_live_run_is_shown(tab, tmp_path):
     with RunWriter(tmp_path / "run", ROWS, model="Net") as writer:
-        write(writer, [0])
+        write_steps(writer, [0])
         for step in range(230):
             writer.finding(Finding("spike", "h.1", step, "It jumped.", {}))
         with serve(tmp_path) as server:
@@ -613,7 +613,7 @@ def test_what_is_noticed_late_in_a_long_live_run_is_shown(tab, tmp_path):
             playwright.expect(count).to_have_text("200 of 230 findings")
             tab.wait_for_selector(".status.up")
             writer.finding(Finding("NaN", "h.2", 230, "It is none.", {}, severity="error"))
-            write(writer, [230])
+            write_steps(writer, [230])
             playwright.expect(count).to_have_text("200 of 231 findings")
             playwright.expect(tab.locator(".findings strong").first).to_have_text("NaN")
             tab.goto("about:blank")
@@ -646,17 +646,17 @@ def test_a_live_run_updates_itself_and_survives_a_restart(tab, tmp_path):
         tab.goto(server.address)
         tab.wait_for_selector("text=This page waits for one")
         with RunWriter(tmp_path / "first", ROWS, model="Net") as writer:
-            write(writer, range(3))
+            write_steps(writer, range(3))
             tab.wait_for_selector("html[data-ready]")
             tab.wait_for_selector(".status.up")
             latest = tab.locator(".facts dd").first
-            write(writer, [10])
+            write_steps(writer, [10])
             playwright.expect(latest).to_have_text("10")
             playwright.expect(tab.locator(".readout").first).to_contain_text("at step 10")
             writer.finding(Finding("spike", "h.1", 10, "It jumped.", {}))
             playwright.expect(tab.locator(".findings a")).to_have_text("h.1")
         with RunWriter(tmp_path / "first", ROWS, model="Net") as writer:  # training goes on
-            write(writer, [11, 12])
+            write_steps(writer, [11, 12])
             playwright.expect(latest).to_have_text("12")
             playwright.expect(tab.locator(".facts")).to_contain_text("starts")
             tab.locator(".row", has_text="0").click()
@@ -666,13 +666,13 @@ def test_a_live_run_updates_itself_and_survives_a_restart(tab, tmp_path):
             tab.get_by_label("step", exact=True).first.focus()
             tab.keyboard.press("Home")
             playwright.expect(chosen).to_have_text("step 0")
-            write(writer, [20])
+            write_steps(writer, [20])
             playwright.expect(tab.locator(".card .readout").first).to_contain_text("at step 20")
             playwright.expect(chosen).to_have_text("step 0")  # it stays where it was put
         with RunWriter(tmp_path / "second", ROWS, model="Other") as writer:
-            write(writer, [0])
+            write_steps(writer, [0])
         with RunWriter(tmp_path / "first", ROWS, model="Net") as writer:
-            write(writer, [21])
+            write_steps(writer, [21])
             tab.get_by_label("What is shown").select_option("second")
             playwright.expect(tab.locator(".top .name")).to_have_text("Other")
         tab.goto("about:blank")
@@ -682,7 +682,7 @@ def test_a_folder_that_cannot_be_read_says_why_and_leaves_the_others_within_reac
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "store.json").write_text("{")
     with RunWriter(tmp_path / "b", ROWS, model="Net") as writer:
-        write(writer, [0])
+        write_steps(writer, [0])
     trouble, name = tab.locator("main .trouble"), tab.locator(".top .name")
     chooser = tab.get_by_label("What is shown")
     with serve(tmp_path) as server:

@@ -27,7 +27,7 @@ from hookline.view.server import serve
 ROWS = [Row("h.0", "output", "Block"), Row("h.1", "output", "Block")]
 
 
-def write(writer, *steps):
+def write_values(writer, *steps):
     for step in steps:
         values = np.full((len(writer.head.rows), len(STATISTICS)), float(step), np.float32)
         writer.values(step, values)
@@ -35,9 +35,9 @@ def write(writer, *steps):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def served_folder(tmp_path):
     with RunWriter(tmp_path / "first", ROWS, model="Net") as writer:
-        write(writer, 0, 1, 2)
+        write_values(writer, 0, 1, 2)
     with hl.Store.create(tmp_path / "acts") as writer:
         writer.append({"fc": torch.arange(24.0).reshape(12, 2)})
     hl.report(nn.Linear(2, 2), tmp_path / "weights.html")
@@ -47,8 +47,8 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def server(folder):
-    with serve(folder, poll=0.02) as found:
+def server(served_folder):
+    with serve(served_folder, poll=0.02) as found:
         yield found
 
 
@@ -69,7 +69,7 @@ def ask_json(server, path):
     return json.loads(body)
 
 
-class Stream:
+class EventStream:
     """The server-sent events of a source."""
 
     def __init__(self, server, query):
@@ -118,11 +118,11 @@ def test_a_run_is_described_and_its_chunks_are_made_when_asked_for(server):
     assert unpack(body).arrays["values"].tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_a_saved_record_is_shown_and_read_again_when_it_was_saved_again(server, folder):
+def test_a_saved_record_is_shown_and_read_again_when_it_was_saved_again(server, served_folder):
     model = nn.Sequential(nn.Linear(2, 3))
     with hl.capture(model, "0", detach=True) as record:
         model(torch.ones(4, 2))
-    hl.save_record(record, folder / "values")
+    hl.save_record(record, served_folder / "values")
     assert {"name": "values", "kind": "record"} in ask_json(server, "/api/sources")["sources"]
     page = ask_json(server, "/api/page?source=values")
     assert [entry["place"] for entry in page["entries"]] == ["0"]
@@ -132,7 +132,7 @@ def test_a_saved_record_is_shown_and_read_again_when_it_was_saved_again(server, 
     assert body
     with hl.capture(model, "0", "", detach=True) as record:
         model(torch.ones(4, 2))
-    hl.save_record(record, folder / "values")
+    hl.save_record(record, served_folder / "values")
     again = ask_json(server, "/api/page?source=values")
     assert {entry["place"] for entry in again["entries"]} == {"", "0"}
     assert again["revision"] != page["revision"]
@@ -181,10 +181,10 @@ def test_single_samples_of_a_store_are_given_by_number(server):
         assert ask(server, f"/api/chunk?source=acts&id={wrong}")[0] == 404, wrong
 
 
-def test_a_report_is_served_in_a_box_of_its_own(server, folder):
+def test_a_report_is_served_in_a_box_of_its_own(server, served_folder):
     status, headers, body = ask(server, "/report?source=weights.html")
     assert status == 200
-    assert body == (folder / "weights.html").read_bytes()
+    assert body == (served_folder / "weights.html").read_bytes()
     rules = headers["Content-Security-Policy"].split("; ")
     assert rules[0] == "sandbox allow-scripts"
     assert "connect-src 'none'" in rules
@@ -226,8 +226,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_page_that_hookline_did_not_write_so_is_refused_with_the_reason(kind, server, folder):
-    path = folder / "weights.html"
+def test_a_page_that_hookline_did_not_write_so_is_refused_with_the_reason(
+    kind, server, served_folder
+):
+    path = served_folder / "weights.html"
     change, reason = CHANGES[kind]
     text = path.read_text("utf-8")
     assert change(text) != text
@@ -240,9 +242,9 @@ def test_a_page_that_hookline_did_not_write_so_is_refused_with_the_reason(kind, 
     assert ask(server, "/report?source=weights.html")[0] == 200
 
 
-def test_a_title_of_any_text_is_served(server, folder):
+def test_a_title_of_any_text_is_served(server, served_folder):
     title = '</title><script>"&\ud800 sha256 ' + "0" * 64
-    hl.report(nn.Linear(2, 2), folder / "weights.html", title=title)
+    hl.report(nn.Linear(2, 2), served_folder / "weights.html", title=title)
     assert ask(server, "/report?source=weights.html")[0] == 200
 
 
@@ -263,11 +265,11 @@ def test_no_address_leads_to_a_file(server, path):
     assert b"secret" not in body
 
 
-def test_links_out_of_the_folder_are_not_followed(server, folder, tmp_path_factory):
+def test_links_out_of_the_folder_are_not_followed(server, served_folder, tmp_path_factory):
     outside = tmp_path_factory.mktemp("outside")
     with RunWriter(outside / "run", ROWS) as writer:
-        write(writer, 0)
-    (folder / "link").symlink_to(outside / "run")
+        write_values(writer, 0)
+    (served_folder / "link").symlink_to(outside / "run")
     assert "link" not in [one["name"] for one in ask_json(server, "/api/sources")["sources"]]
     assert ask(server, "/api/page?source=link")[0] == 404
 
@@ -299,13 +301,13 @@ def test_it_listens_on_this_machine_only(server):
     assert repr(server).endswith(f"at http://127.0.0.1:{server.port}/)")
 
 
-def test_what_is_appended_is_pushed(server, folder):
+def test_what_is_appended_is_pushed(server, served_folder):
     page = ask_json(server, "/api/page?source=first")
-    with RunWriter(folder / "second", ROWS, model="Net") as writer:
-        write(writer, 0)
-        with Stream(server, "source=second&revision=none") as stream:
+    with RunWriter(served_folder / "second", ROWS, model="Net") as writer:
+        write_values(writer, 0)
+        with EventStream(server, "source=second&revision=none") as stream:
             assert stream.update()["run"]["steps"] == 1
-            write(writer, 1)
+            write_values(writer, 1)
             found = stream.update()
             while found["run"]["steps"] < 2 or len(found["scalars"][0]["steps"]) < 2:
                 found = stream.update()
@@ -315,57 +317,59 @@ def test_what_is_appended_is_pushed(server, folder):
     assert page["revision"]
 
 
-def test_a_reader_that_is_up_to_date_is_told_nothing_until_something_comes(server, folder):
+def test_a_reader_that_is_up_to_date_is_told_nothing_until_something_comes(server, served_folder):
     revision = ask_json(server, "/api/page?source=first")["revision"]
-    with Stream(server, f"source=first&revision={revision}") as stream:
-        with RunWriter(folder / "first", ROWS, model="Net") as writer:  # training was started again
-            write(writer, 2, 3)
+    with EventStream(server, f"source=first&revision={revision}") as stream:
+        with RunWriter(
+            served_folder / "first", ROWS, model="Net"
+        ) as writer:  # training was started again
+            write_values(writer, 2, 3)
             found = stream.update()
             while found["run"]["steps"] < 4:
                 found = stream.update()
     assert found["facts"][-1] == ["starts", "2"]
 
 
-def test_a_start_with_other_rows_makes_the_page_anew(server, folder):
+def test_a_start_with_other_rows_makes_the_page_anew(server, served_folder):
     revision = ask_json(server, "/api/page?source=first")["revision"]
     rows = [*ROWS, Row("h.2", "output", "Block")]
-    with Stream(server, f"source=first&revision={revision}") as stream:
-        with RunWriter(folder / "first", rows, model="Net") as writer:
-            write(writer, 3)
+    with EventStream(server, f"source=first&revision={revision}") as stream:
+        with RunWriter(served_folder / "first", rows, model="Net") as writer:
+            write_values(writer, 3)
             assert stream.update()["restructured"] is True
     page = ask_json(server, "/api/page?source=first")
     assert [entry["place"] for entry in page["entries"]] == ["h.0", "h.1", "h.2"]
 
 
-def test_a_run_that_is_deleted_and_begun_anew_is_read_anew(server, folder):
+def test_a_run_that_is_deleted_and_begun_anew_is_read_anew(server, served_folder):
     revision = ask_json(server, "/api/page?source=first")["revision"]
-    with Stream(server, f"source=first&revision={revision}") as stream:
-        for path in (folder / "first").iterdir():
+    with EventStream(server, f"source=first&revision={revision}") as stream:
+        for path in (served_folder / "first").iterdir():
             path.unlink()
-        with RunWriter(folder / "first", ROWS[:1], model="Other") as writer:
-            write(writer, 0)
+        with RunWriter(served_folder / "first", ROWS[:1], model="Other") as writer:
+            write_values(writer, 0)
         assert stream.update()["restructured"] is True
     assert ask_json(server, "/api/page?source=first")["title"] == "Other"
 
 
-def test_a_store_that_grows_is_read_anew(server, folder):
+def test_a_store_that_grows_is_read_anew(server, served_folder):
     before = ask_json(server, "/api/page?source=acts")
-    with hl.Store.create(folder / "acts", resume=True) as writer:
+    with hl.Store.create(served_folder / "acts", resume=True) as writer:
         writer.append({"fc": torch.zeros(3, 2)})
     after = ask_json(server, "/api/page?source=acts")
     assert (before["entries"][0]["count"], after["entries"][0]["count"]) == (12, 15)
     assert before["revision"] != after["revision"]
 
 
-def test_a_broken_run_is_refused_with_its_reason(server, folder):
-    (folder / "broken").mkdir()
-    (folder / "broken" / "00000.json").write_text("{}")
+def test_a_broken_run_is_refused_with_its_reason(server, served_folder):
+    (served_folder / "broken").mkdir()
+    (served_folder / "broken" / "00000.json").write_text("{}")
     status, _, body = ask(server, "/api/page?source=broken")
     assert status == 409
     assert b"A run was to be read" in body
 
 
-def test_a_store_whose_files_are_cut_off_is_refused_and_the_server_lives(folder):
+def test_a_store_whose_files_are_cut_off_is_refused_and_the_server_lives(served_folder):
     # In a process of its own: to read from a map of what is no longer there ends it.
     code = """if True:
         import sys, urllib.error, urllib.request
@@ -386,52 +390,58 @@ def test_a_store_whose_files_are_cut_off_is_refused_and_the_server_lives(folder)
                 shard.write_bytes(kept)
                 ask()
     """
-    ran = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(served_folder)], capture_output=True, text=True
+    )
     assert ran.stdout.split() == ["409", "409"], ran.stderr
     assert ran.returncode == 0
 
 
-def test_what_has_taken_the_place_of_something_else_is_shown(server, folder):
+def test_what_has_taken_the_place_of_something_else_is_shown(server, served_folder):
     assert ask_json(server, "/api/page?source=first")["kind"] == "run"
-    shutil.rmtree(folder / "first")
+    shutil.rmtree(served_folder / "first")
     assert ask_json(server, "/api/page?source=first")["kind"] == "run"  # what was read stays
-    (folder / "acts").rename(folder / "first")
+    (served_folder / "acts").rename(served_folder / "first")
     assert ask_json(server, "/api/page?source=first")["kind"] == "store"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of files are text there")
-def test_names_that_are_no_text_can_be_asked_for_and_hide_no_others(folder):
-    bad = folder / os.fsdecode(b"caf\xe9")
-    (folder / "first").rename(bad)
-    (folder / "weights.html").rename(folder / os.fsdecode(b"\xe9.html"))
-    with serve(folder) as server:
+def test_names_that_are_no_text_can_be_asked_for_and_hide_no_others(served_folder):
+    bad = served_folder / os.fsdecode(b"caf\xe9")
+    (served_folder / "first").rename(bad)
+    (served_folder / "weights.html").rename(served_folder / os.fsdecode(b"\xe9.html"))
+    with serve(served_folder) as server:
         named = {one["name"]: one for one in ask_json(server, "/api/sources")["sources"]}
         assert list(named) == ["acts", "caf\ufffd", "\ufffd.html"]
         assert ask_json(server, "/api/page?source=" + quote("caf\ufffd"))["kind"] == "run"
         assert ask(server, "/" + named["\ufffd.html"]["address"])[0] == 200
     with serve(bad) as server:
         assert ask(server, "/")[0] == 200
-    assert hl.report(bad, folder / "page.html").stat().st_size
+    assert hl.report(bad, served_folder / "page.html").stat().st_size
 
 
-def test_at_the_port_that_browsers_leave_out_it_answers(folder, monkeypatch):
-    monkeypatch.setattr(view_server._HTTPServer, "server_bind", lambda self: None)
-    monkeypatch.setattr(view_server._HTTPServer, "server_activate", lambda self: None)
-    monkeypatch.setattr(view_server._HTTPServer, "server_address", ("127.0.0.1", 80), raising=False)
-    server = serve(folder, 80)
+def test_at_the_port_that_browsers_leave_out_it_answers(served_folder, monkeypatch):
+    monkeypatch.setattr(serving._HTTPServer, "server_bind", lambda self: None)
+    monkeypatch.setattr(serving._HTTPServer, "server_activate", lambda self: None)
+    monkeypatch.setattr(serving._HTTPServer, "server_address", ("127.0.0.1", 80), raising=False)
+    server = serve(served_folder, 80)
     assert {"127.0.0.1", "localhost"} <= server._server.hosts
     server.close()
 
 
-def test_nothing_is_written(folder):
-    (folder / "acts" / "rank00000-00007.safetensors").write_bytes(b"left by a killed writer")
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
-    with serve(folder) as server:
+def test_nothing_is_written(served_folder):
+    (served_folder / "acts" / "rank00000-00007.safetensors").write_bytes(b"left by a killed writer")
+    before = {
+        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in served_folder.rglob("*")
+    }
+    with serve(served_folder) as server:
         for source in ("acts", "first"):
             page = ask_json(server, f"/api/page?source={source}")
             for entry in page["entries"]:
                 assert ask(server, f"/api/chunk?source={source}&id={entry['chunk']}")[0] == 200
-    after = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
+    after = {
+        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in served_folder.rglob("*")
+    }
     assert before == after
 
 
@@ -439,7 +449,7 @@ def test_a_folder_may_be_empty_at_first_and_is_itself_a_run_later(tmp_path):
     with serve(tmp_path) as server:
         assert ask_json(server, "/api/sources") == {"sources": []}
         with RunWriter(tmp_path, ROWS) as writer:
-            write(writer, 0)
+            write_values(writer, 0)
         (found,) = ask_json(server, "/api/sources")["sources"]
         assert found == {"name": tmp_path.name, "kind": "run"}
 

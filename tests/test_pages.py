@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from models import HOSTILE_NAMES, hostile_model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,18 +25,8 @@ from hookline.view.page_tree import read_place
 from hookline.view.reporting import page_of
 from hookline.view.tensor_summaries import numbers_of, spread, summarize_tensor
 
-HOSTILE = [
-    "<img src=x onerror=alert(1)>",
-    "</script><script>alert(2)<",
-    "\"quotes' & amp;",
-    "層の名前 ✓",
-    "a" * 300,
-    "{*}/[0]:#",
-    "__proto__",
-]
 
-
-class Net(nn.Module):
+class ConvLSTM(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3, padding=1)
@@ -249,7 +240,7 @@ def test_positions_are_spread_from_the_first_to_the_last():
 
 
 def test_a_record_page_has_every_call_and_pairs_values_with_gradients():
-    model = Net()
+    model = ConvLSTM()
     x = torch.randn(2, 1, 4, 4)
     places = ["conv", "act", "conv:grad_output", "head.weight", "head.weight:grad", "head:input"]
     with hl.capture(model, *places, detach=True) as record:
@@ -276,7 +267,7 @@ def test_a_record_page_has_every_call_and_pairs_values_with_gradients():
 
 
 def test_nested_values_have_an_entry_for_each_tensor():
-    model = Net()
+    model = ConvLSTM()
     with hl.capture(model, "cell") as record:
         model(torch.randn(2, 1, 4, 4))
     page = page_of(record)
@@ -334,7 +325,7 @@ def test_a_value_that_cannot_be_read_says_why_in_its_place():
 
 
 def test_a_record_without_its_model_still_has_a_tree():
-    model = Net()
+    model = ConvLSTM()
     with hl.capture(model, "conv", "head", detach=True) as record:
         model(torch.randn(2, 1, 4, 4))
     del model
@@ -344,7 +335,7 @@ def test_a_record_without_its_model_still_has_a_tree():
 
 
 def test_modules_that_were_asked_for_and_never_called_say_so():
-    model = Net()
+    model = ConvLSTM()
     with hl.capture(model, "*") as record:
         model(torch.randn(2, 1, 4, 4))
     found = modules(page_of(record))
@@ -413,7 +404,7 @@ def test_a_loss_without_gradients_or_without_a_batch_is_refused():
 
 
 def test_a_model_without_a_batch_shows_its_parameters_only():
-    page = page_of(Net())
+    page = page_of(ConvLSTM())
     assert {e["group"] for e in page.content["entries"]} >= {"weight", "bias", "weight_ih_l0"}
     assert not any(e["group"] == "output" for e in page.content["entries"])
 
@@ -441,8 +432,9 @@ def test_findings_name_what_is_broken_dead_or_zero():
             self.dead(x.abs() * torch.tensor([1.0, 0, 0, 0]))
             return self.none(x * 0)
 
-    with hl.capture(Odd(), "bad", "dead", "none") as record:
-        Odd.__call__(record._model(), torch.randn(5, 4))
+    model = Odd()
+    with hl.capture(model, "bad", "dead", "none") as record:
+        model(torch.randn(5, 4))
     found = [(f["kind"], f["place"], f["severity"]) for f in page_of(record).content["findings"]]
     assert found == [
         ("not finite", "bad", "error"),
@@ -528,7 +520,7 @@ ROWS = [
 ]
 
 
-def write_run(folder, steps, start=0.0, rows=ROWS):
+def write_small_run(folder, steps, start=0.0, rows=ROWS):
     with RunWriter(folder, rows, model="Net") as writer:
         for step in steps:
             values = np.full((len(rows), len(STATISTICS)), np.nan, np.float32)
@@ -539,7 +531,7 @@ def write_run(folder, steps, start=0.0, rows=ROWS):
 
 
 def test_a_run_page_has_maps_series_histograms_and_scalars(tmp_path):
-    write_run(tmp_path, range(0, 50, 10))
+    write_small_run(tmp_path, range(0, 50, 10))
     page = page_of(tmp_path)
     maps = {m["kind"]: m for m in page.content["run"]["maps"]}
     assert list(maps) == ["output", "grad", "weight", "weight_grad", "update"]
@@ -560,7 +552,7 @@ def test_a_run_page_has_maps_series_histograms_and_scalars(tmp_path):
 
 
 def test_a_long_run_is_shown_at_spread_steps_and_says_so(tmp_path):
-    write_run(tmp_path, range(3000))
+    write_small_run(tmp_path, range(3000))
     page = page_of(tmp_path)
     steps = page.chunks["map:0:0"]().arrays["steps"]
     assert len(steps) <= 600
@@ -571,8 +563,8 @@ def test_a_long_run_is_shown_at_spread_steps_and_says_so(tmp_path):
 
 
 def test_a_later_start_replaces_the_steps_that_it_repeats(tmp_path):
-    write_run(tmp_path, range(0, 50, 10))
-    write_run(tmp_path, [25, 45], start=1000)  # 30 and 40 belong to what was given up
+    write_small_run(tmp_path, range(0, 50, 10))
+    write_small_run(tmp_path, [25, 45], start=1000)  # 30 and 40 belong to what was given up
     whole = page_of(tmp_path).chunks["map:0:0"]().arrays
     steps, values = hl.Run(tmp_path).series("h.0", "output", "std")
     assert whole["steps"].tolist() == steps.tolist() == [0, 10, 20, 25, 45]
@@ -606,22 +598,6 @@ def test_of_very_many_findings_errors_and_the_latest_are_shown(tmp_path):
 # -- the file -------------------------------------------------------------------------------------
 
 
-def hostile_model():
-    inner = nn.ModuleDict({name: nn.Linear(2, 2) for name in HOSTILE if "." not in name})
-
-    class Hostile(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            for module in self.inner.values():
-                x = module(x)
-            return x
-
-    return Hostile()
-
-
 def test_the_file_holds_no_text_of_the_model_outside_of_gzip(tmp_path):
     model = hostile_model()
     type(model).__name__ = "<script>alert(3)</script>"
@@ -632,7 +608,7 @@ def test_the_file_holds_no_text_of_the_model_outside_of_gzip(tmp_path):
     assert "&lt;script&gt;alert(3)" in text  # the title
     content = re.search(r'data-chunk="page">([^<]*)<', text)[1]
     page = json.loads(gzip.decompress(base64.b64decode(content)))
-    assert {m["path"].rpartition(".")[2] for m in page["modules"]} >= set(HOSTILE)
+    assert {m["path"].rpartition(".")[2] for m in page["modules"]} >= set(HOSTILE_NAMES)
 
 
 def test_the_file_allows_its_own_script_and_style_only_and_names_nothing_outside(tmp_path):

@@ -1,4 +1,4 @@
-"""Parameters, buffers and modules: found, changed, and put back bit for bit."""
+"""Parameters and buffers: found by name, edited, and restored bit for bit."""
 
 import copy
 import gc
@@ -12,53 +12,17 @@ from contextlib import ExitStack, nullcontext, suppress
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, bits, state_bits
+from models import Blocks, TiedLayers, Token, mlp
+from oracles import assert_clean, assert_same_state, bits, state_bits
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils._pytree import tree_map
 
 import hookline as hl
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-class Tied(nn.Module):
-    """Two layers that share one weight."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.encode = nn.Linear(3, 3)
-        self.decode = nn.Linear(3, 3)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x):
-        return self.decode(torch.tanh(self.encode(x)))
-
-
-class Blocks(nn.Module):
-    """Layers in a ModuleList, tensors in a ParameterList, a buffer that is None at first."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(3))])
-        self.register_buffer("mask", None)
-
-    def forward(self, x):
-        self.mask = torch.ones(3)
-        for layer in self.layers:
-            x = layer(x) * self.scales[0] * self.mask
-        return x
-
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
 
 
-# -- finding ------------------------------------------------------------------------------------
+# -- finding --------------------------------------------------------------------------------------
 
 
 def test_get_module_finds_modules_containers_aliases_and_the_model():
@@ -118,7 +82,7 @@ def test_get_module_and_get_parameter_take_one_path_of_their_kind():
             hl.get_parameter(model, path)
 
 
-# -- editing weights ----------------------------------------------------------------------------
+# -- editing weights ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -216,7 +180,7 @@ def test_globs_lists_and_mappings_name_several():
 
 
 def test_a_shared_parameter_is_edited_once_under_any_of_its_names():
-    model = Tied()
+    model = TiedLayers()
     before = state_bits(model)
     for where in (
         "encode.weight",
@@ -420,10 +384,10 @@ def test_an_edit_entered_in_inference_mode_can_be_trained_outside_it():
     assert model[0].weight.grad is not None
 
 
-# -- gradients through edited weights -----------------------------------------------------------
+# -- gradients through edited weights -------------------------------------------------------------
 
 
-class Attention(nn.Module):
+class AttentionOutput(nn.Module):
     def __init__(self):
         super().__init__()
         self.mha = nn.MultiheadAttention(4, 2, batch_first=True)
@@ -432,7 +396,7 @@ class Attention(nn.Module):
         return self.mha(x, x, x, need_weights=False)[0]
 
 
-class Recurrent(nn.Module):
+class RecurrentOutput(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.rnn = kind(4, 4)
@@ -452,9 +416,9 @@ LAYERS = {
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), (3, 4, 5)),
     "BatchNorm": (lambda: nn.BatchNorm1d(4), (6, 4)),
     "PReLU": (lambda: nn.PReLU(4), (3, 4)),
-    "LSTM": (lambda: Recurrent(nn.LSTM), (3, 2, 4)),
-    "GRU": (lambda: Recurrent(nn.GRU), (3, 2, 4)),
-    "MHA": (Attention, (2, 3, 4)),
+    "LSTM": (lambda: RecurrentOutput(nn.LSTM), (3, 2, 4)),
+    "GRU": (lambda: RecurrentOutput(nn.GRU), (3, 2, 4)),
+    "MHA": (AttentionOutput, (2, 3, 4)),
 }
 
 
@@ -525,7 +489,7 @@ def test_backward_is_right_for_an_embedding():
 
 
 def test_a_tied_weight_gets_the_gradient_of_both_uses():
-    model = Tied()
+    model = TiedLayers()
     reference = copy.deepcopy(model)
     with torch.no_grad():
         reference.encode.weight.mul_(2)
@@ -651,17 +615,13 @@ def test_a_graph_without_our_care_is_right_or_refused(steps, elsewhere):
     assert x.grad is None or torch.equal(x.grad, expected.expand_as(x))
 
 
-class Mark:
-    pass
-
-
 def test_a_weight_edit_leaks_no_graph():
     model = mlp()
     gc.collect()
     gc.disable()
     try:
         for use in ("backward inside", "backward after", "none", "error"):
-            watched, mark = [], Mark()
+            watched, mark = [], Token()
             x = X.clone().requires_grad_()
             try:
                 with hl.edit(model, "**.weight", hl.scale(2.0)):
@@ -692,7 +652,7 @@ def test_the_new_data_is_freed_at_exit():
     assert storage() is None
 
 
-# -- several edits at once ----------------------------------------------------------------------
+# -- several edits at once ------------------------------------------------------------------------
 
 
 def test_nested_edits_of_one_weight_stack_and_unwind():
@@ -821,616 +781,7 @@ def test_an_uninitialised_parameter_is_refused_by_name():
             pass
 
 
-# -- preserve -----------------------------------------------------------------------------------
-
-
-def test_preserve_puts_back_values_objects_and_requires_grad():
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    before = state_bits(model)
-    objects = dict(model.state_dict(keep_vars=True))
-    with hl.preserve(model):
-        with torch.no_grad():
-            model[0].weight.normal_()
-        model[0].bias = nn.Parameter(torch.ones(4))
-        model[0].weight.requires_grad_(False)
-        model[1].running_mean = torch.ones(4)
-        model(X)
-    assert_same_state(model, before)
-    after = model.state_dict(keep_vars=True)
-    assert all(after[name] is tensor for name, tensor in objects.items())
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert not model[1].running_mean.requires_grad
-
-
-def test_preserve_keeps_the_statistics_of_batchnorm():
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    before = state_bits(model)
-    with hl.preserve(model):
-        model(X)
-        assert model[0].num_batches_tracked == 1
-    assert_same_state(model, before)
-
-
-def test_preserve_takes_places_of_tensors_and_modules():
-    for where, kept in [
-        (("0.weight",), {"0.weight"}),
-        (("0",), {"0.weight", "0.bias"}),
-        (("**.bias",), {"0.bias", "2.bias"}),
-        ((nn.Linear,), {"0.weight", "0.bias", "2.weight", "2.bias"}),
-        (("2", "0.bias"), {"0.bias", "2.weight", "2.bias"}),
-    ]:
-        model = mlp()
-        before = state_bits(model)
-        with hl.preserve(model, *where), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(9)
-        after = state_bits(model)
-        assert {name for name in after if torch.equal(after[name], before[name])} == kept
-
-
-def test_preserve_takes_containers():
-    model = Blocks()
-    before = state_bits(model)
-    for where in (("layers", "scales"), ("*",), ("",), ()):
-        with hl.preserve(model, *where), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(9)
-        assert_same_state(model, before)
-    layers = nn.ModuleList([nn.Linear(2, 2)])
-    before = state_bits(layers)
-    with hl.preserve(layers), torch.no_grad():
-        layers[0].weight.fill_(9)
-    assert_same_state(layers, before)
-
-
-def test_preserve_puts_back_what_was_none():
-    model = Blocks()
-    with hl.preserve(model):
-        model(X)
-        assert model.mask is not None
-    assert model.mask is None
-    linear = nn.Linear(2, 2, bias=False)
-    with hl.preserve(linear):
-        linear.bias = nn.Parameter(torch.ones(2))
-    assert linear.bias is None
-    assert "bias" in linear._parameters
-
-
-def test_preserve_puts_back_what_was_set_to_none_or_deleted_in_the_old_order():
-    model = mlp()
-    before = state_bits(model)
-    names = [name for name, _ in model.named_parameters()]
-    with hl.preserve(model):
-        model[0].bias = None
-        del model[2].weight
-        model[2].weight = nn.Parameter(torch.ones(2, 4))
-    assert [name for name, _ in model.named_parameters()] == names
-    assert_same_state(model, before)
-
-
-@pytest.mark.parametrize("as_buffer", [True, False])
-def test_preserve_puts_back_a_parameter_that_became_a_plain_tensor(as_buffer):
-    model = mlp()
-    before, weight = state_bits(model), model[0].weight
-    with hl.preserve(model):
-        del model[0].weight
-        if as_buffer:
-            model[0].register_buffer("weight", torch.zeros(4, 3))
-        else:
-            model[0].weight = torch.zeros(4, 3)
-        model(X)
-    assert model[0].weight is weight
-    assert "weight" not in model[0].__dict__
-    assert "weight" not in model[0]._buffers
-    assert_same_state(model, before)
-
-
-def test_preserve_warns_of_a_parametrization_that_hides_what_it_put_back():
-    model = nn.Sequential(nn.Linear(2, 2))
-    weight, before = model[0].weight, model[0].weight.detach().clone()
-    with hl.preserve(model):
-        nn.utils.parametrizations.orthogonal(model[0])
-        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
-    assert model[0].weight is weight
-    assert torch.equal(weight, before)
-    with pytest.warns(hl.HooklineWarning, match="'weight' .* parametrization hides it"):
-        with hl.preserve(model):
-            nn.utils.parametrizations.orthogonal(model[0])
-    assert torch.equal(weight, before)
-
-
-def test_preserve_puts_back_shapes_and_strides():
-    model = mlp()
-    before, shape = state_bits(model), model[0].weight.shape
-    with hl.preserve(model):
-        model[0].weight.data = model[0].weight.data[:2]
-    assert model[0].weight.shape == shape
-    with hl.preserve(model):
-        model[2].weight.data = model[2].weight.data.t()
-    assert model[2].weight.shape == (2, 4)
-    assert model[2].weight.is_contiguous()
-    assert_same_state(model, before)
-
-
-def test_preserve_puts_back_a_dtype_that_was_read_into_the_same_memory():
-    model = mlp()
-    before = state_bits(model)
-    with hl.preserve(model):
-        model[0].weight.requires_grad_(False)
-        model[0].weight.data = model[0].weight.data.view(torch.int32)
-    assert model[0].weight.dtype == torch.float32
-    assert model[0].weight.requires_grad
-    assert_same_state(model, before)
-
-
-def test_preserve_fills_memory_that_was_freed_inside():
-    model = mlp()
-    before = state_bits(model)
-    with hl.preserve(model):
-        model[0].weight.untyped_storage().resize_(0)
-    assert_same_state(model, before)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.eye(3).to_sparse(),
-        lambda: torch.eye(3).to_sparse_csr(),
-        lambda: torch.quantize_per_tensor(torch.eye(3), 0.5, 0, torch.qint8),
-    ],
-    ids=["sparse", "sparse rows", "quantised"],
-)
-def test_preserve_takes_buffers_of_any_layout(make):
-    model = mlp()
-    model.register_buffer("other", make())
-    before, other = model.other.to_dense() if model.other.is_sparse else None, model.other
-    with hl.preserve(model), torch.no_grad():
-        model[0].weight.zero_()
-        if model.other.is_sparse:
-            model.other.mul_(7)
-        model.other = torch.ones(1)
-    assert model.other is other
-    assert before is None or torch.equal(model.other.to_dense(), before)
-    assert model[0].weight.any()
-
-
-def test_a_sparse_buffer_can_be_edited():
-    model = mlp()
-    model.register_buffer("links", torch.eye(3).to_sparse())
-    with hl.edit(model, "links", lambda links: links * 2):
-        assert torch.equal(model.links.to_dense(), 2 * torch.eye(3))
-    assert torch.equal(model.links.to_dense(), torch.eye(3))
-
-
-@pytest.mark.filterwarnings("ignore:Sparse .* tensor support:UserWarning")
-@pytest.mark.parametrize("name", ["to_sparse_csr", "to_sparse_csc"])
-def test_an_edit_of_a_layout_that_torch_cannot_swap_is_refused(name):
-    model = mlp()
-    model.register_buffer("links", getattr(torch.eye(3), name)())
-    with pytest.raises(hl.NotHookable, match=r"It is kept as torch.sparse_cs.*preserve"):
-        hl.edit(model, "links", hl.scale(2.0)).__enter__()
-    with hl.preserve(model, "links"):
-        model.links.values().mul_(2)
-        assert torch.equal(model.links.to_dense(), 2 * torch.eye(3))
-    assert torch.equal(model.links.to_dense(), torch.eye(3))
-
-
-class Wrapping(torch.Tensor):
-    """A tensor that holds another and computes with it, as those of quantised weights do."""
-
-    @staticmethod
-    def __new__(cls, held):
-        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
-
-    def __init__(self, held):
-        self.held = held
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        held = tree_map(lambda arg: getattr(arg, "held", arg), (args, kwargs or {}))
-        made = func(*held[0], **held[1])
-        if func is torch.ops.aten.copy_.default:
-            return args[0]
-        return Wrapping(made) if made.shape == args[0].shape else made
-
-
-def test_an_edit_of_a_parameter_that_wraps_another_tensor_is_refused():
-    model = nn.Linear(3, 3, bias=False)
-    model.weight = nn.Parameter(Wrapping(torch.eye(3)), requires_grad=False)
-    with pytest.raises(hl.NotHookable, match=r"It is kept in a Wrapping, which torch cannot swap"):
-        hl.edit(model, "weight", hl.scale(2.0)).__enter__()
-    with hl.preserve(model):
-        model.weight.held.mul_(2)
-    assert torch.equal(model.weight.held, torch.eye(3))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_preserve_takes_a_scripted_model():
-    model = torch.jit.script(mlp())
-    before = state_bits(model)
-    with hl.preserve(model), torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(3)
-    assert_same_state(model, before)
-
-
-def test_preserve_refuses_what_it_would_not_put_back():
-    model = mlp()
-    for where in ("0.weight:grad", "0:input", "0[0]"):
-        with pytest.raises(hl.PlaceError, match="no module or parameter"):
-            with hl.preserve(model, where):
-                pass
-
-
-def test_preserve_keeps_sharing():
-    model = Tied()
-    before = state_bits(model)
-    with hl.preserve(model):
-        model.decode.weight = nn.Parameter(torch.zeros(3, 3))
-        with torch.no_grad():
-            model.encode.weight.fill_(2)
-    assert model.decode.weight is model.encode.weight
-    assert_same_state(model, before)
-
-
-def test_preserve_survives_exceptions_and_can_be_nested_and_reused():
-    model = mlp()
-    before = state_bits(model)
-    context = hl.preserve(model)
-
-    def act():
-        with context, torch.no_grad():
-            model[0].weight.fill_(1)
-            with hl.preserve(model, "0.weight"):
-                model[0].weight.fill_(2)
-            assert (model[0].weight == 1).all()
-            raise ValueError("mine")
-
-    for _ in range(2):
-        with pytest.raises(ValueError, match="mine"):
-            act()
-        assert_same_state(model, before)
-
-
-def test_preserve_leaves_grad_and_memory_where_they_are():
-    model = mlp()
-    pointers = {name: p.data_ptr() for name, p in model.named_parameters()}
-    with hl.preserve(model):
-        model(X).sum().backward()
-        torch.optim.SGD(model.parameters(), 0.1).step()
-    assert model[0].weight.grad is not None
-    assert {name: p.data_ptr() for name, p in model.named_parameters()} == pointers
-
-
-def test_preserve_of_an_untouched_model_leaves_graphs_usable():
-    model = mlp()
-    loss = model(X).sum()
-    with hl.preserve(model):
-        model(X)
-    loss.backward()
-    assert model[0].weight.grad is not None
-
-
-def test_preserve_inside_an_edit_and_an_edit_inside_preserve():
-    model = mlp()
-    before = state_bits(model)
-    with hl.edit(model, "0.weight", hl.zero()):
-        with hl.preserve(model), torch.no_grad():
-            model[0].weight.fill_(3)
-        assert not model[0].weight.any()
-    assert_same_state(model, before)
-    with hl.preserve(model):
-        with hl.edit(model, "0.weight", hl.zero()), torch.no_grad():
-            model[0].bias.fill_(3)
-    assert_same_state(model, before)
-
-
-def test_preserve_of_load_state_dict_with_assign():
-    model = mlp()
-    before, weight = state_bits(model), model[0].weight
-    with hl.preserve(model):
-        model.load_state_dict(
-            {name: torch.zeros_like(t) for name, t in model.state_dict().items()}, assign=True
-        )
-    assert model[0].weight is weight
-    assert_same_state(model, before)
-
-
-# -- replace_module -----------------------------------------------------------------------------
-
-
-def test_replace_module_puts_another_in_and_the_old_one_back():
-    model = mlp()
-    old, keys, plain = model[1], list(model.state_dict()), model(X)
-    with hl.replace_module(model, "1", nn.ReLU()):
-        assert torch.equal(model(X), model[2](torch.relu(model[0](X))))
-        assert [name for name, _ in model.named_children()] == ["0", "1", "2"]
-    assert model[1] is old
-    assert list(model.state_dict()) == keys
-    assert torch.equal(model(X), plain)
-    assert_clean(model)
-
-
-def test_replace_module_goes_wherever_the_old_one_is_used():
-    shared = nn.Linear(3, 3)
-    model = nn.Sequential(shared, nn.Sequential(nn.Tanh(), shared), shared)
-    with hl.replace_module(model, "0", nn.Identity()):
-        assert shared not in set(model.modules())
-        assert torch.equal(model(X), torch.tanh(X))
-    assert model[0] is model[1][1] is model[2] is shared
-
-
-def test_replace_module_takes_types_globs_and_factories():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
-    olds = [model[0], model[1][0]]
-    made = []
-
-    def wrap(old):
-        made.append(old)
-        return nn.Sequential(old, nn.ReLU())
-
-    for where in (nn.Linear, ["0", "1.0"], [model[0], model[1][0]], lambda n, m: m in olds):
-        made.clear()
-        with hl.replace_module(model, where, wrap):
-            assert made == olds
-            model(X)
-            assert isinstance(model[1][0][1], nn.ReLU)
-        assert [model[0], model[1][0]] == olds
-
-
-def test_replace_module_of_a_parent_and_its_child_is_undone_in_reverse():
-    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(3, 3))))
-    parent, child = model[0], model[0][0]
-    with hl.replace_module(model, ["0", "0.0"], lambda old: nn.Identity()):
-        assert torch.equal(model(X), X)
-    assert model[0] is parent
-    assert parent[0] is child
-
-
-def test_replace_module_is_undone_after_exceptions_also_of_the_factory():
-    model = mlp()
-    olds = list(model)
-    with pytest.raises(ValueError, match="mine"):
-        with hl.replace_module(model, "*", nn.Identity()):
-            raise ValueError("mine")
-    assert list(model) == olds
-
-    def fails(old):
-        if old is model_last:
-            raise KeyError("factory")
-        return nn.Identity()
-
-    model_last = model[2]
-    with pytest.raises(KeyError, match="factory"):
-        with hl.replace_module(model, "*", fails):
-            pass
-    assert list(model) == olds
-    with pytest.raises(hl.ChangeError, match="made by a function, is a int"):
-        with hl.replace_module(model, "1", lambda old: 3):
-            pass
-    with pytest.raises(hl.ChangeError, match="is a NoneType"):
-        hl.replace_module(model, "1", None).attach()
-    assert list(model) == olds
-
-
-def test_replace_module_refuses_the_model_itself_and_what_is_no_module():
-    model = mlp()
-    for where in ("", model, nn.Sequential):
-        with pytest.raises(hl.PlaceError, match="no parent"):
-            with hl.replace_module(model, where, nn.Identity()):
-                pass
-    for where in ("0.weight", "0:input", "0[0]"):
-        with pytest.raises(hl.PlaceError, match="no module"):
-            with hl.replace_module(model, where, nn.Identity()):
-                pass
-    with pytest.raises(hl.PlaceNotFound):
-        with hl.replace_module(model, "7", nn.Identity()):
-            pass
-
-
-@pytest.mark.parametrize("kind", [nn.ReLU, nn.GELU, nn.Identity])  # ReLU(old) works in place
-def test_replace_module_takes_no_class_of_torch_for_a_function_of_the_old_module(kind):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    refused = pytest.raises(hl.ChangeError, match="a function that returns one")
-    with refused, hl.replace_module(model, nn.Tanh, kind):
-        pass
-    with hl.replace_module(model, nn.Tanh, nn.Sequential):  # which is made of the old one
-        assert isinstance(model[1], nn.Sequential)
-    assert isinstance(model[1], nn.Tanh)
-    assert_clean(model)
-
-
-def test_replace_module_nests():
-    model = mlp()
-    old = model[1]
-    with hl.replace_module(model, "1", nn.ReLU()):
-        with hl.replace_module(model, "1", nn.Sigmoid()):
-            assert isinstance(model[1], nn.Sigmoid)
-        assert isinstance(model[1], nn.ReLU)
-    assert model[1] is old
-
-
-def test_replacements_may_be_removed_in_any_order():
-    model = mlp()
-    old = model[1]
-    outer = hl.replace_module(model, "1", nn.ReLU()).attach()
-    inner = hl.replace_module(model, "1", nn.Sigmoid()).attach()
-    outer.remove()
-    assert isinstance(model[1], nn.Sigmoid)
-    inner.remove()
-    assert model[1] is old
-
-
-class KeepsItTwice(nn.Module):
-    """Also keeps a module in a plain list, where torch does not see it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.hidden = [self.first]
-
-    def forward(self, x):
-        return self.second(self.hidden[0](x))
-
-
-def test_replace_module_tells_that_the_model_went_on_with_the_old_one():
-    model, x = KeepsItTwice(), torch.randn(1, 2)
-    told = r"put at 'first'\. The model called the old one 2×.* nn\.ModuleList"
-    with pytest.raises(hl.ChangeError, match=told):
-        with hl.replace_module(model, "first", nn.Identity()):
-            model(x), model(x)
-    with hl.replace_module(model, "second", nn.Identity()):
-        assert torch.equal(model(x), model.first(x))
-    assert_clean(model)
-
-
-def test_calls_of_a_replaced_module_by_others_than_the_model_are_no_error():
-    class Wrapper(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = [inner]
-
-        def forward(self, x):
-            return self.inner[0](x) * 2
-
-    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(1, 2)
-    old, plain = model[0], model[0](x)
-    with hl.replace_module(model, "0", Wrapper):
-        assert torch.equal(model(x), (plain * 2).relu())
-    with hl.replace_module(model, "0", lambda old: old):
-        assert torch.equal(model(x), plain.relu())
-    with hl.replace_module(model, "0", nn.Identity()):
-        assert torch.equal(model(x), x.relu())
-        assert torch.equal(old(x), plain)
-        copied = copy.deepcopy(old)
-    assert torch.equal(copied(x), plain)
-    assert_clean(model)
-    assert_clean(old)
-    assert_clean(copied)
-
-
-def test_replace_module_takes_containers():
-    model = Blocks()
-    old = model.layers
-    with hl.replace_module(model, "layers", nn.ModuleList([nn.Identity()])):
-        assert torch.equal(model(X), X)
-    assert model.layers is old
-
-
-def test_captures_and_edits_see_the_new_module():
-    model = mlp()
-    with hl.replace_module(model, "1", nn.ReLU()):
-        with hl.edit(model, "1", hl.scale(2.0)), hl.capture(model, "1") as record:
-            model(X)
-    assert torch.equal(record["1"], torch.relu(model[0](X)) * 2)
-    assert_clean(model)
-
-
-class Expanded(nn.Module):
-    """A model with buffers whose elements lie in memory once."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.register_buffer("gain", torch.tensor([2.0]).expand(2))
-        self.register_buffer("none", torch.zeros(1, 0).expand(4, 0))
-
-    def forward(self, x):
-        return self.linear(x) * self.gain
-
-
-@pytest.mark.parametrize("change", ["nothing", "memory", "another"])
-def test_expanded_buffers_are_preserved_with_all_the_rest(change):
-    model = Expanded()
-    gain, weight = model.gain, model.linear.weight.detach().clone()
-    with hl.preserve(model), torch.no_grad():
-        model.linear.weight.zero_()
-        if change == "memory":
-            model.gain[:1].fill_(7)
-        elif change == "another":
-            model.gain = torch.zeros(2)
-    assert torch.equal(model.linear.weight, weight)
-    assert model.gain is gain
-    hl.summarize(model, X)
-    assert (gain.tolist(), gain.stride()) == ([2, 2], (0,))
-    assert gain.untyped_storage().nbytes() == 4
-    assert_clean(model)
-
-
-@pytest.mark.parametrize("verb", ["preserve", "summarize"])
-def test_a_graph_that_saved_running_statistics_stays_valid_when_they_are_put_back(verb):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    other = copy.deepcopy(model)
-    (other(X) ** 3).sum().backward()
-    result = model(X)
-    before = state_bits(model)
-    if verb == "summarize":
-        hl.summarize(model, X, mode="train")
-    else:
-        with hl.preserve(model):
-            model(X * 2)
-    assert_same_state(model, before)
-    (result**3).sum().backward()
-    assert torch.equal(model[0].weight.grad, other[0].weight.grad)
-
-
-def test_a_graph_that_saved_what_was_written_inside_preserve_is_refused_afterwards():
-    model = nn.BatchNorm1d(3).eval()
-    with hl.preserve(model):
-        model.running_var.fill_(4)
-        result = model(X)
-    with pytest.raises(RuntimeError, match="inplace operation"):
-        result.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.eye(3).to_sparse_csr(),
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    ],
-    ids=["sparse rows", "nested"],
-)
-def test_preserve_puts_back_buffers_that_have_no_strides(make):
-    model = mlp()
-    model.register_buffer("other", make())
-    other, weight = model.other, model[0].weight.detach().clone()
-    with hl.preserve(model), torch.no_grad():
-        model[0].weight.zero_()
-        model.other.zero_()
-    assert model.other is other
-    assert str(other) == str(make())
-    assert torch.equal(model[0].weight, weight)
-
-
-def test_a_graph_that_saved_running_statistics_inside_preserve_is_refused_afterwards():
-    model, x = nn.BatchNorm1d(3), X.clone().requires_grad_()
-    with hl.preserve(model):
-        model(5 * X)
-        result = model.eval()(x)
-    with pytest.raises(RuntimeError, match="inplace operation"):
-        result.sum().backward()
-
-
-def test_preserve_fills_freed_memory_that_several_buffers_share():
-    model, memory = nn.Module(), torch.arange(10.0)
-    model.register_buffer("late", memory[6:9])
-    model.register_buffer("early", memory[:3])
-    with hl.preserve(model):
-        memory.untyped_storage().resize_(0)
-    assert model.late.tolist() == [6, 7, 8]
-    assert model.early.tolist() == [0, 1, 2]
-    assert memory.untyped_storage().nbytes() == 40
-
-
-def test_an_array_in_the_place_of_a_module_is_refused_as_what_it_is():
-    model = nn.Sequential(nn.ReLU())
-    with pytest.raises(hl.ChangeError, match="is a ndarray"):
-        hl.replace_module(model, "0", torch.ones(3).numpy()).attach()
-    assert_clean(model)
+# -- parameters that cannot be edited -------------------------------------------------------------
 
 
 def test_a_parameter_without_data_is_not_edited():

@@ -9,8 +9,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_clean, steps
 from models import Giving, named, small
+from oracles import assert_clean, work_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
@@ -20,7 +20,7 @@ import hookline as hl
 X = torch.arange(6.0).reshape(2, 3) / 10
 
 
-class Net(nn.Module):
+class EveryKindOfChild(nn.Module):
     """A convolution, a norm, a list of layers and a dict of heads."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def test_places_come_once_and_in_model_order():
-    net = Net()
+    net = EveryKindOfChild()
     asked = ["heads.0", nn.Linear, "conv", "bn:input", "bn", "layers.*"]
     assert hl.select(net, *asked) == [
         "conv", "bn:input", "bn", "layers.0", "layers.1", r"heads.a\/b", "heads.0",
@@ -52,12 +52,12 @@ def test_places_come_once_and_in_model_order():
 
 
 def test_select_without_places_gives_every_module():
-    net = Net()
+    net = EveryKindOfChild()
     assert hl.select(net) == hl.select(net, "**")
 
 
 def test_a_wildcard_leaves_out_what_has_no_forward():
-    net = Net()
+    net = EveryKindOfChild()
     assert hl.select(net, "*") == ["conv", "bn"]
     assert not {"layers", "heads", "scales"} & set(hl.select(net, "**"))
     assert hl.select(net, lambda name, module: True)[:2] == ["", "conv"]
@@ -66,7 +66,7 @@ def test_a_wildcard_leaves_out_what_has_no_forward():
 
 @pytest.mark.parametrize("path", ["layers", "heads", "scales"])
 def test_naming_a_container_is_an_immediate_error_with_the_reason(path):
-    net = Net()
+    net = EveryKindOfChild()
     with pytest.raises(hl.NotHookable, match=f"'{path}'.*has no forward of its own") as caught:
         hl.select(net, path)
     assert "children" in caught.value.remedy
@@ -166,7 +166,7 @@ def test_a_generator_of_places_serves_every_entering():
 
 
 def test_a_literal_last_segment_is_a_module_a_parameter_or_a_buffer():
-    net = Net()
+    net = EveryKindOfChild()
     asked = ["conv.weight", "bn.running_mean", "table", "scales.1", "heads.a/b.bias"]
     assert hl.select(net, asked) == [
         "table", "conv.weight", "bn.running_mean", r"heads.a\/b.bias", "scales.1",
@@ -177,7 +177,7 @@ def test_a_literal_last_segment_is_a_module_a_parameter_or_a_buffer():
 
 
 def test_a_wildcard_with_value_gives_parameters_and_buffers():
-    net = Net()
+    net = EveryKindOfChild()
     every = {name for name, _ in [*net.named_parameters(), *net.named_buffers()]}
     assert "table" in every
     assert {place.path for place in hl.select(net, "**:value")} == every
@@ -190,20 +190,20 @@ def test_a_wildcard_with_value_gives_parameters_and_buffers():
 
 
 def test_a_wildcard_with_grad_gives_parameters_only():
-    net = Net()
+    net = EveryKindOfChild()
     found = {place.path for place in hl.select(net, "**:grad")}
     assert found == {name for name, _ in net.named_parameters()}
 
 
 def test_a_wildcard_without_a_port_of_tensors_never_gives_tensors():
-    net = Net()
+    net = EveryKindOfChild()
     for text in ("bn.*", "conv.**", "scales.*"):
         with pytest.raises(hl.PlaceNotFound, match=re.escape(f"Nothing matches '{text}'")):
             hl.select(net, text)
 
 
 def test_a_captured_parameter_is_its_value_at_each_call():
-    net = Net().eval()
+    net = EveryKindOfChild().eval()
     with hl.capture(net, "table", "bn.running_mean", "heads.a/b.weight") as record, torch.no_grad():
         net(X)
         net.table += 1
@@ -214,7 +214,7 @@ def test_a_captured_parameter_is_its_value_at_each_call():
 
 
 def test_a_parameter_in_a_parameter_list_can_be_captured_and_edited():
-    net = Net().eval()
+    net = EveryKindOfChild().eval()
     with hl.capture(net, "scales.1") as record:
         plain = net(X)
     assert record["scales.1"].item() == 2.0
@@ -250,7 +250,7 @@ def test_parameters_that_are_asked_for_by_their_module_are_named(where, inside):
 
 
 def test_a_parameter_that_is_none_is_told_from_one_that_does_not_exist():
-    net = Net()
+    net = EveryKindOfChild()
     for path in ("conv.bias", "nothing", "conv.bias:grad"):
         with pytest.raises(hl.PlaceNotFound, match="is there, but it is None"):
             hl.select(net, path)
@@ -360,7 +360,7 @@ def test_a_model_that_holds_itself_is_walked_once():
 # -- wrappers -------------------------------------------------------------------------------------
 
 
-class Wrapper(nn.Module):
+class ModuleWrapper(nn.Module):
     """As DistributedDataParallel, torch.compile and others name what they wrap."""
 
     def __init__(self, inner: nn.Module, name: str = "module") -> None:
@@ -390,7 +390,7 @@ def test_the_name_of_a_wrapper_may_be_left_out(names, text):
     expected = hl.select(model, where)
     prefix = ""
     for name in names:
-        model, prefix = Wrapper(model, name), f"{name}.{prefix}"
+        model, prefix = ModuleWrapper(model, name), f"{name}.{prefix}"
     assert hl.select(model, where) == [prefix + place for place in expected]
     if isinstance(where, str):
         assert hl.select(model, prefix + where) == [prefix + place for place in expected]
@@ -406,7 +406,7 @@ def test_a_compiled_model_is_a_wrapper():
 
 
 def test_a_child_called_module_inside_a_model_is_a_child_like_others():
-    model = nn.Sequential(Wrapper(nn.Linear(3, 3)), Wrapper(deep()))
+    model = nn.Sequential(ModuleWrapper(nn.Linear(3, 3)), ModuleWrapper(deep()))
     assert hl.select(model, "0.*") == ["0.module"]
     assert hl.select(model, "*.*") == ["0.module", "1.module"]
     assert hl.select(model, "*.mod*") == ["0.module", "1.module"]
@@ -425,7 +425,7 @@ def test_a_wrapper_keeps_its_own_parameters_and_buffers():
 
 
 def test_a_place_captured_through_a_wrapper_is_read_with_and_without_its_name():
-    model = Wrapper(deep())
+    model = ModuleWrapper(deep())
     with hl.capture(model, "0.0", "1:input", "1.weight") as record:
         model(X)
     assert record.places() == ["module.0.0", "module.1:input", "module.1.weight"]
@@ -437,7 +437,7 @@ def test_a_place_captured_through_a_wrapper_is_read_with_and_without_its_name():
 # -- ScriptModules --------------------------------------------------------------------------------
 
 
-def scripted() -> nn.Sequential:
+def with_scripted_child() -> nn.Sequential:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         inner = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
@@ -447,11 +447,11 @@ def scripted() -> nn.Sequential:
 @pytest.mark.parametrize("where", ["1", "1.0", "1:input", "1.0:grad_output"])
 def test_a_script_module_is_refused_with_the_reason(where):
     with pytest.raises(hl.NotHookable, match=r"it is a ScriptModule.*before torch.jit.script"):
-        hl.select(scripted(), where)
+        hl.select(with_scripted_child(), where)
 
 
 def test_wildcards_pass_over_script_modules_and_the_record_says_so():
-    model = scripted()
+    model = with_scripted_child()
     with hl.capture(model, "**") as record:
         model(X)
     assert record.places() == ["0", "2"]
@@ -466,11 +466,11 @@ def test_wildcards_pass_over_script_modules_and_the_record_says_so():
 
 def test_a_name_that_a_script_module_does_not_have_is_not_found():
     with pytest.raises(hl.PlaceNotFound, match=r"'1.nope'.*Closest|'1.nope'.*children"):
-        hl.select(scripted(), "1.nope")
+        hl.select(with_scripted_child(), "1.nope")
 
 
 def test_the_parameters_of_script_modules_are_places():
-    model = scripted()
+    model = with_scripted_child()
     assert hl.select(model, "**.weight:value") == ["0.weight", "1.0.weight"]
     with hl.capture(model, "**:grad", "1.0.weight:grad") as record:
         model(X).sum().backward()
@@ -490,7 +490,7 @@ def test_the_parameters_of_script_modules_are_places():
 )  # fmt: skip
 def test_a_typo_is_told_with_the_closest_names(text, closest):
     with pytest.raises(hl.PlaceNotFound) as caught:
-        hl.select(Net(), text)
+        hl.select(EveryKindOfChild(), text)
     assert repr(text) in caught.value.asked
     assert caught.value.found.startswith("Closest: ")
     assert f"'{closest}'" in caught.value.found
@@ -552,13 +552,13 @@ def test_a_model_without_children_is_not_to_be_listed_by_a_pattern_that_it_has_n
 @pytest.mark.parametrize("text", ["zzz", "zzz.*", "**.zzz", "{y,z}z", "zzz:grad", "**.zzz:value"])
 def test_what_resembles_nothing_is_told_with_the_models_children(text):
     with pytest.raises(hl.PlaceNotFound, match=re.escape(repr(text))) as caught:
-        hl.select(Net(), text)
+        hl.select(EveryKindOfChild(), text)
     assert "'conv'" in caught.value.found
     assert "hookline.select(model, '**" in caught.value.remedy
 
 
 def test_a_type_or_predicate_without_a_match_is_told_with_the_types_there_are():
-    net = Net()
+    net = EveryKindOfChild()
     with pytest.raises(
         hl.PlaceNotFound, match=r"matches Conv2d. The model has .*BatchNorm1d, Conv1d"
     ):
@@ -615,7 +615,7 @@ def test_a_place_survives_copying_and_pickling():
 # -- many and deep --------------------------------------------------------------------------------
 
 
-def wide(count: int) -> nn.Sequential:
+def of_modules(count: int) -> nn.Sequential:
     block = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Identity(), nn.Identity())
     return nn.Sequential(*[copy.deepcopy(block) for _ in range(count // 5)])
 
@@ -640,10 +640,10 @@ def wide(count: int) -> nn.Sequential:
 def test_the_steps_of_select_grow_with_the_modules_not_with_their_square(where):
     counts = []
     for size in (250, 1000):
-        model = wide(size)
+        model = of_modules(size)
         asked = where(model)
         hl.select(model, *asked)  # the spellings are parsed once
-        counts.append(steps(lambda model=model, asked=asked: hl.select(model, *asked)))
+        counts.append(work_of(lambda model=model, asked=asked: hl.select(model, *asked)))
     assert counts[1] < 5 * counts[0]
     assert counts[1] < 200 * 1000
 
@@ -651,12 +651,12 @@ def test_the_steps_of_select_grow_with_the_modules_not_with_their_square(where):
 def test_reading_a_record_takes_steps_that_grow_with_the_places():
     counts = []
     for size in (100, 400):
-        model = wide(size)
+        model = of_modules(size)
         with hl.capture(model, "**") as record:
             model(torch.ones(1))
         modules = list(model.children())
         counts.append(
-            steps(lambda r=record, m=modules: [[r[module] for module in m], [*r.items()]])
+            work_of(lambda r=record, m=modules: [[r[module] for module in m], [*r.items()]])
         )
     assert counts[1] < 6 * counts[0]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_clean
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl
@@ -109,7 +109,7 @@ class Wrap(nn.Module):
         return WRAPS[self.kind](self.linear(x), x * 0.5)
 
 
-class InPlace(nn.Module):
+class WritesInPlace(nn.Module):
     """Writes into what it was given or made, in one of several ways."""
 
     def __init__(self, kind):
@@ -199,17 +199,17 @@ class View(nn.Module):
         return x.view(-1).view(-1, WIDTH)
 
 
-def build(plan, shared):
+def build_plan(plan, shared):
     kind, *rest = plan
     if kind == "leaf":
         return LEAVES[rest[0]]()
     if kind == "wrap":
         return Wrap(rest[0])
     if kind == "in place":
-        return InPlace(rest[0])
+        return WritesInPlace(rest[0])
     if kind == "shared":
         return shared
-    inner = [build(p, shared) for p in rest[0]]
+    inner = [build_plan(p, shared) for p in rest[0]]
     if kind == "chain":
         return Chain(*inner)
     return {"residual": Residual, "arguments": Arguments, "twice": Twice}[kind](Chain(*inner))
@@ -231,15 +231,15 @@ plans = st.recursive(
 models = st.tuples(st.lists(plans, min_size=1, max_size=4), st.sampled_from(sorted(WRAPS)))
 
 
-def make(plan):
+def make_of_plan(plan):
     """A model of a plan, the same each time."""
     seed(0)
     steps, kind = plan
     shared = Wrap(kind)
-    return Chain(Wrap("tuple"), *[build(step, shared) for step in steps])
+    return Chain(Wrap("tuple"), *[build_plan(step, shared) for step in steps])
 
 
-def data(kind="tuple", grad=False):
+def wrapped_data(kind="tuple", grad=False):
     seed(1)
     a, b = torch.randn(2, WIDTH), torch.randn(2, WIDTH)
     if grad:
@@ -247,10 +247,10 @@ def data(kind="tuple", grad=False):
     return a, WRAPS[kind](a, b)
 
 
-def run(model, grad):
+def results_of(model, grad):
     """The outputs and all gradients of a model, and its buffers afterwards."""
     seed(2)
-    a, value = data(grad=grad)
+    a, value = wrapped_data(grad=grad)
     with torch.set_grad_enabled(grad):
         output = model(value)
     results = [frozen(output)]
@@ -261,12 +261,12 @@ def run(model, grad):
     return results
 
 
-def same(one, other):
+def same_results(one, other):
     """Whether two results are bit-identical."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, (list, tuple)) and one and not isinstance(one[0], type):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(same_results, one, other))
     return one == other
 
 
@@ -304,39 +304,39 @@ class Watching:
 @many
 @given(models, st.booleans())
 def test_captures_equal_what_hand_written_hooks_see(plan, detach):
-    model = make(plan)
+    model = make_of_plan(plan)
     watching = Watching(model)
-    run(model, grad=detach)
+    results_of(model, grad=detach)
     watching.remove()
-    model = make(plan)
+    model = make_of_plan(plan)
     with hl.capture(model, "", "**", ":input", "**:input", "**:inputs", detach=True) as record:
-        run(model, grad=detach)
+        results_of(model, grad=detach)
     for name, expected in watching.outputs.items():
         if not expected:
             assert hl.Place(name) in record.unfired()
             continue
-        assert same([frozen(value) for value in record.calls(hl.Place(name))], expected)
+        assert same_results([frozen(value) for value in record.calls(hl.Place(name))], expected)
         inputs = [frozen(value) for value in record.calls(hl.Place(name, "input"))]
-        assert same(inputs, [value for value, _ in watching.inputs[name]])
+        assert same_results(inputs, [value for value, _ in watching.inputs[name]])
         if name:
             for value, (_, kwargs) in zip(
                 record.calls(hl.Place(name, "inputs")), watching.inputs[name], strict=True
             ):
                 for key, wanted in kwargs.items():
-                    assert same(frozen(value[key]), wanted)
+                    assert same_results(frozen(value[key]), wanted)
     assert_clean(model)
 
 
 @some
 @given(models, st.booleans())
 def test_attached_values_read_as_they_were_or_say_that_they_changed(plan, grad):
-    model = make(plan)
+    model = make_of_plan(plan)
     watching = Watching(model)
-    run(model, grad)
+    results_of(model, grad)
     watching.remove()
-    model = make(plan)
+    model = make_of_plan(plan)
     with hl.capture(model, "", "**") as record:
-        run(model, grad)
+        results_of(model, grad)
     for place in record.places():
         for call, wanted in enumerate(watching.outputs[place.path]):
             try:
@@ -344,7 +344,7 @@ def test_attached_values_read_as_they_were_or_say_that_they_changed(plan, grad):
             except hl.ValueChanged:
                 assert grad
                 continue
-            assert same(frozen(value), wanted)
+            assert same_results(frozen(value), wanted)
     assert repr(record)
     assert record._repr_html_()
 
@@ -355,12 +355,12 @@ PORTS = ["", ":input", ":inputs", ":grad_output", ":grad_input", ":grad_inputs"]
 @many
 @given(models, st.booleans(), st.booleans())
 def test_outputs_and_gradients_are_bit_identical_with_and_without_captures(plan, grad, detach):
-    bare = run(make(plan), grad)
-    model = make(plan)
+    bare = results_of(make_of_plan(plan), grad)
+    model = make_of_plan(plan)
     places = [path + port for path in ("", "**") for port in PORTS]
     with hl.capture(model, *places, "**:value", "**:grad", detach=detach):
-        looked = run(model, grad)
-    assert same(looked, bare)
+        looked = results_of(model, grad)
+    assert same_results(looked, bare)
     assert_clean(model)
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
 
@@ -368,35 +368,35 @@ def test_outputs_and_gradients_are_bit_identical_with_and_without_captures(plan,
 @some
 @given(models)
 def test_hooks_that_return_nothing_change_nothing(plan):
-    bare = run(make(plan), grad=True)
-    model = make(plan)
+    bare = results_of(make_of_plan(plan), grad=True)
+    model = make_of_plan(plan)
     seen = []
     with hl.hook(model, ["**", "**:input", "**:inputs"], lambda value: seen.append(value)):
-        hooked = run(model, grad=True)
+        hooked = results_of(model, grad=True)
     assert seen
-    assert same(hooked, bare)
+    assert same_results(hooked, bare)
     assert_clean(model)
 
 
 @many
 @given(models, st.sampled_from(["", ":input", ":inputs"]), st.booleans())
 def test_edits_by_identity_change_nothing(plan, port, grad):
-    bare = run(make(plan), grad)
-    model = make(plan)
+    bare = results_of(make_of_plan(plan), grad)
+    model = make_of_plan(plan)
     with hl.edit(model, "**" + port, lambda value: value):
-        edited = run(model, grad)
-    assert same(edited, bare)
+        edited = results_of(model, grad)
+    assert same_results(edited, bare)
     assert_clean(model)
 
 
 @some
 @given(models)
 def test_gradient_edits_by_identity_change_no_gradient(plan):
-    bare = run(make(plan), grad=True)
-    model = make(plan)
+    bare = results_of(make_of_plan(plan), grad=True)
+    model = make_of_plan(plan)
     with hl.edit(model, ["**:grad_output"], lambda grad: grad):
-        edited = run(model, grad=True)
-    assert same(edited[0], bare[0])
+        edited = results_of(model, grad=True)
+    assert same_results(edited[0], bare[0])
     for got, wanted in zip(edited[1], bare[1], strict=True):
         assert (got is None) == (wanted is None)
         assert got is None or torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
@@ -406,8 +406,8 @@ def test_gradient_edits_by_identity_change_no_gradient(plan):
 @some
 @given(models, st.integers(0, 30), st.sampled_from([ValueError, KeyboardInterrupt]))
 def test_an_error_at_any_moment_leaves_the_model_as_it_was(plan, moment, error):
-    bare = run(make(plan), grad=False)
-    model = make(plan)
+    bare = results_of(make_of_plan(plan), grad=False)
+    model = make_of_plan(plan)
     calls = itertools.count()
 
     def fails(value):
@@ -418,32 +418,32 @@ def test_an_error_at_any_moment_leaves_the_model_as_it_was(plan, moment, error):
     raised = False
     try:
         with hl.capture(model, "**", "**:inputs"), hl.edit(model, "**", fails):
-            run(model, grad=False)
+            results_of(model, grad=False)
     except error:
         raised = True
     assert raised == (next(calls) > moment)
     assert_clean(model)
-    assert same(run(make(plan), grad=False), bare)
+    assert same_results(results_of(make_of_plan(plan), grad=False), bare)
 
 
 @some
 @given(models)
 def test_weight_edits_are_undone_and_their_gradients_right(plan):
-    model, reference = make(plan), make(plan)
+    model, reference = make_of_plan(plan), make_of_plan(plan)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(0.5)
     before = [p.detach().clone() for p in model.parameters()]
-    expected = run(reference, grad=True)
+    expected = results_of(reference, grad=True)
     seed(2)
-    a, value = data(grad=True)
+    a, value = wrapped_data(grad=True)
     with hl.edit(model, "**:value", halve):
         output = model(value)
         kept = frozen(output)
     total(output).pow(2).sum().backward()
-    assert same(kept, expected[0])
-    assert same([a.grad, *[p.grad for p in model.parameters()]], expected[1])
-    assert same([p.detach().clone() for p in model.parameters()], before)
+    assert same_results(kept, expected[0])
+    assert same_results([a.grad, *[p.grad for p in model.parameters()]], expected[1])
+    assert same_results([p.detach().clone() for p in model.parameters()], before)
     assert_clean(model)
 
 
@@ -455,15 +455,15 @@ def halve(value, call):
 @some
 @given(models, st.integers(0, 20))
 def test_stopping_early_gives_the_same_value(plan, number):
-    model = make(plan)
+    model = make_of_plan(plan)
     with hl.capture(model, "**", detach=True) as record:
-        run(model, grad=False)
+        results_of(model, grad=False)
     places = record.places()
     place = places[number % len(places)]
     wanted = frozen(record.calls(place)[0])
-    model = make(plan)
+    model = make_of_plan(plan)
     with hl.capture(model, place, stop=True, keep="first") as early:
-        run(model, grad=False)
+        results_of(model, grad=False)
         pytest.fail("the block goes on")
-    assert same(frozen(early[place]), wanted)
+    assert same_results(frozen(early[place]), wanted)
     assert_clean(model)

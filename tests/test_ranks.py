@@ -10,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import TORCH, assert_clean, bits, since_the_reset
+from environment import TORCH, since_the_reset
+from oracles import assert_clean, assert_clean_of_ours, bits, by_hand, same_tensors
 from ranks import on_ranks
 from torch import Tensor, distributed, nn
 
@@ -22,7 +23,7 @@ EVERYTHING = (
 )  # fmt: skip
 
 
-class Block(nn.Module):
+class OverwritesItsView(nn.Module):
     """Returns a view, changed in place later; adds its input."""
 
     def __init__(self, width: int = 4, error: BaseException | None = None) -> None:
@@ -39,14 +40,16 @@ class Block(nn.Module):
         return x + self.down(h)
 
 
-def whole(seed: int = 0) -> nn.Sequential:
+def unsharded(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     # The last one is there because FSDP warns of modules that return a view, as Linear does.
     last = nn.Linear(4, 2), nn.Tanh()
-    return nn.Sequential(nn.Linear(3, 4), Block(), Block(), nn.LayerNorm(4), *last)
+    return nn.Sequential(
+        nn.Linear(3, 4), OverwritesItsView(), OverwritesItsView(), nn.LayerNorm(4), *last
+    )
 
 
-def batch(step: int = 0, rank: int | None = None) -> Tensor:
+def sequences_of_rank(step: int = 0, rank: int | None = None) -> Tensor:
     rank = distributed.get_rank() if rank is None else rank
     return torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
@@ -55,13 +58,13 @@ def loss_of(y: Tensor) -> Tensor:
     return (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).square().mean()
 
 
-def train(model, steps=3, around=contextlib.nullcontext, first=0, optimizer=None):
+def train_on_ranks(model, steps=3, around=contextlib.nullcontext, first=0, optimizer=None):
     """The bits of all outputs, gradients and parameters of some steps."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     seen = []
     for step in range(first, first + steps):
         optimizer.zero_grad()
-        x = batch(step).requires_grad_()
+        x = sequences_of_rank(step).requires_grad_()
         with around():
             y = model(x)
             loss_of(y).backward()
@@ -87,10 +90,6 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor + 0
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
 def mean_over_ranks(tensor: Tensor) -> Tensor:
     """Reduced as torch's reducers do it with gloo: each divides, then all are added."""
     shared = tensor.detach() / distributed.get_world_size()
@@ -98,41 +97,19 @@ def mean_over_ranks(tensor: Tensor) -> Tensor:
     return shared
 
 
-def by_hand(model: nn.Module, run) -> dict[str, Tensor]:
-    """What hooks written by hand see: outputs, first inputs, and gradients of outputs."""
-    seen, handles = {}, []
-
-    def keep(name, value):
-        seen[name] = value.detach().clone()
-
-    def before(name, module, args):
-        keep(f"{name}:input", args[0])
-
-    def after(name, module, args, output):
-        keep(name, output)
-        output.register_hook(functools.partial(keep, f"{name}:grad_output"))
-
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(functools.partial(before, name)))
-        handles.append(module.register_forward_hook(functools.partial(after, name)))
-    run()
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
 def assert_captures_change_nothing(make, detach) -> None:
     """A training with captures at everything is that without them, bit for bit."""
-    bare, model = train(make()), make()
-    looked = train(model, around=lambda: hl.capture(model, *EVERYTHING, detach=detach))
-    assert same(looked, bare)
+    bare, model = train_on_ranks(make()), make()
+    looked = train_on_ranks(model, around=lambda: hl.capture(model, *EVERYTHING, detach=detach))
+    assert same_tensors(looked, bare)
     assert_clean_of_ours(model)
 
 
-def assert_same_as_by_hand(make, run_with) -> None:
+def assert_captured_as_by_hand(make, run_with) -> None:
     """Every value that hooks written by hand see is in a record, bit for bit."""
     model = make()
-    expected = by_hand(model, lambda: run_with(model))
+    places = by_hand(model, run_with, gradients=True).places
+    expected = {name: values[-1] for name, values in places.items()}
     assert len(expected) > 3 * len(list(model.modules())) - 4  # of changed views torch has none
     model = make()
     with hl.capture(model, *EVERYTHING[:-1], detach=True) as record:
@@ -142,20 +119,11 @@ def assert_same_as_by_hand(make, run_with) -> None:
     assert_clean_of_ours(model)
 
 
-def assert_clean_of_ours(model: nn.Module) -> None:
-    assert not hl.attached(model)
-    for module in model.modules():
-        hooks = {**module._forward_hooks, **module._forward_pre_hooks}
-        assert not [h for h in hooks.values() if "hookline" in type(h).__module__ + str(h)]
-    for parameter in model.parameters():
-        assert not parameter._backward_hooks
-
-
-def interrupt(model: nn.Module, how: str, block: Block) -> None:
+def interrupt_forward(model: nn.Module, how: str, block: OverwritesItsView) -> None:
     """End a forward before its time, inside of a capture."""
     if how == "stop":
         with hl.capture(model, "1.up", "1.act:input", stop=True) as record:
-            model(batch())
+            model(sequences_of_rank())
             raise AssertionError("not reached")
         assert record["1.up"] is not None
         return
@@ -171,7 +139,7 @@ def interrupt(model: nn.Module, how: str, block: Block) -> None:
         kind, around = type(block.error), hl.capture(model, "**")
     try:
         with around:
-            model(batch())
+            model(sequences_of_rank())
     except kind:
         pass
     else:
@@ -202,7 +170,7 @@ def test_what_fails_on_one_rank_fails_the_test_and_the_next_one_runs():
 
 
 def ddp(**options):
-    return nn.parallel.DistributedDataParallel(whole(), **options)
+    return nn.parallel.DistributedDataParallel(unsharded(), **options)
 
 
 OPTIONS = [
@@ -220,16 +188,16 @@ def test_captures_change_nothing_under_ddp(options, detach):
 
 @on_ranks
 def test_values_and_gradients_under_ddp_are_those_of_hooks_written_by_hand():
-    assert_same_as_by_hand(ddp, lambda model: loss_of(model(batch())).backward())
+    assert_captured_as_by_hand(ddp, lambda model: loss_of(model(sequences_of_rank())).backward())
 
 
 @on_ranks
 def test_a_gradient_of_a_parameter_under_ddp_is_this_ranks_own():
-    alone, model = whole(), ddp()
+    alone, model = unsharded(), ddp()
     with hl.capture(alone, "**:grad_input", "**:grad_output") as expected:
-        loss_of(alone(batch())).backward()
+        loss_of(alone(sequences_of_rank())).backward()
     with hl.capture(model, "**:grad", "**:grad_input", "**:grad_output") as record:
-        loss_of(model(batch())).backward()
+        loss_of(model(sequences_of_rank())).backward()
     for place in expected:
         assert torch.equal(record[place], expected[place])
     for name, parameter in alone.named_parameters():
@@ -240,14 +208,14 @@ def test_a_gradient_of_a_parameter_under_ddp_is_this_ranks_own():
 
 @on_ranks
 def test_each_backward_has_its_own_gradient_while_ddp_accumulates():
-    model, alone = ddp(), whole()
+    model, alone = ddp(), unsharded()
     with hl.capture(model, "4.weight:grad") as record:
         with model.no_sync():
-            loss_of(model(batch(0))).backward()
-        loss_of(model(batch(1))).backward()
+            loss_of(model(sequences_of_rank(0))).backward()
+        loss_of(model(sequences_of_rank(1))).backward()
     for step, found in enumerate(record.calls("4.weight:grad")):
         alone.zero_grad()
-        loss_of(alone(batch(step))).backward()
+        loss_of(alone(sequences_of_rank(step))).backward()
         assert torch.equal(found, alone[4].weight.grad)
     total = sum(record.calls("4.weight:grad"))
     assert torch.equal(mean_over_ranks(total), model.module[4].weight.grad)
@@ -256,12 +224,12 @@ def test_each_backward_has_its_own_gradient_while_ddp_accumulates():
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @on_ranks
 def test_a_gradient_that_is_edited_is_edited_before_it_is_reduced(kind):
-    reference, model = whole(), {"ddp": ddp, "fsdp": fsdp}[kind]()
-    loss_of(reference(batch(rank=1))).backward()
+    reference, model = unsharded(), {"ddp": ddp, "fsdp": fsdp}[kind]()
+    loss_of(reference(sequences_of_rank(rank=1))).backward()
     with contextlib.ExitStack() as stack:
         if distributed.get_rank() == 0:
             stack.enter_context(hl.edit(model, "**:grad", hl.zero()))
-        loss_of(model(batch())).backward()
+        loss_of(model(sequences_of_rank())).backward()
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(full(one.grad), other.grad / 2)
 
@@ -271,13 +239,13 @@ def test_a_gradient_that_is_edited_is_edited_before_it_is_reduced(kind):
 )
 @on_ranks
 def test_an_edit_under_ddp_does_to_each_rank_what_it_does_without(place):
-    alone, model = whole(), ddp()
+    alone, model = unsharded(), ddp()
     for each in (alone, model):
         with hl.edit(each, place, hl.scale(0.5)):
-            loss_of(each(batch())).backward()
+            loss_of(each(sequences_of_rank())).backward()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one.grad, mean_over_ranks(other.grad))
-    assert same(train(ddp()), train(ddp()))
+    assert same_tensors(train_on_ranks(ddp()), train_on_ranks(ddp()))
 
 
 @on_ranks
@@ -286,7 +254,7 @@ def test_the_name_of_the_ddp_wrapper_may_be_left_out():
     places = ["0.bias:grad", "1.down", "2:grad_output", "3:input", "4.weight"]
     assert hl.select(model, *reversed(places)) == [f"module.{place}" for place in places]
     with hl.capture(model, *places) as record:
-        loss_of(model(batch())).backward()
+        loss_of(model(sequences_of_rank())).backward()
     for place in places:
         assert record[place] is record[f"module.{place}"]
     assert record[model.module[1].down] is record["1.down"]
@@ -297,11 +265,14 @@ def test_the_name_of_the_ddp_wrapper_may_be_left_out():
 def test_training_goes_on_under_ddp_after_a_forward_that_was_ended_early(how):
     bare, model = ddp(), ddp()
     optimizers = [torch.optim.SGD(each.parameters(), 0.5, momentum=0.9) for each in (bare, model)]
-    assert same(train(model, 1, optimizer=optimizers[1]), train(bare, 1, optimizer=optimizers[0]))
-    interrupt(model, how, model.module[1])
-    assert same(
-        train(model, 3, first=1, optimizer=optimizers[1]),
-        train(bare, 3, first=1, optimizer=optimizers[0]),
+    assert same_tensors(
+        train_on_ranks(model, 1, optimizer=optimizers[1]),
+        train_on_ranks(bare, 1, optimizer=optimizers[0]),
+    )
+    interrupt_forward(model, how, model.module[1])
+    assert same_tensors(
+        train_on_ranks(model, 3, first=1, optimizer=optimizers[1]),
+        train_on_ranks(bare, 3, first=1, optimizer=optimizers[0]),
     )
     assert_clean_of_ours(model)
 
@@ -312,7 +283,7 @@ def test_training_goes_on_under_ddp_after_a_forward_that_was_ended_early(how):
 def fsdp(model=None, **options):
     from torch.distributed.fsdp import fully_shard
 
-    model = whole() if model is None else model
+    model = unsharded() if model is None else model
     for block in (model[1], model[2]):
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -330,30 +301,30 @@ def test_captures_change_nothing_under_fsdp_with_mixed_precision():
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    bare = train(fsdp(mp_policy=policy))
+    bare = train_on_ranks(fsdp(mp_policy=policy))
     model = fsdp(mp_policy=policy)
-    assert same(train(model, around=lambda: hl.capture(model, *EVERYTHING)), bare)
+    assert same_tensors(train_on_ranks(model, around=lambda: hl.capture(model, *EVERYTHING)), bare)
     with hl.capture(model, "1.down", "1.up.weight:grad") as record:
-        loss_of(model(batch())).backward()
+        loss_of(model(sequences_of_rank())).backward()
     assert record["1.down"].dtype is record["1.up.weight:grad"].dtype is torch.bfloat16
 
 
 @on_ranks
 def test_values_and_gradients_under_fsdp_are_those_of_hooks_written_by_hand():
-    assert_same_as_by_hand(fsdp, lambda model: loss_of(model(batch())).backward())
+    assert_captured_as_by_hand(fsdp, lambda model: loss_of(model(sequences_of_rank())).backward())
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 @on_ranks
 def test_a_gradient_of_a_parameter_under_fsdp_is_this_ranks_own_and_whole(options):
-    alone, model = whole(), fsdp(**options)
+    alone, model = unsharded(), fsdp(**options)
     for step in range(3):  # .grad is not set to None: each backward still has its own share
         alone.zero_grad()
         with hl.capture(alone, "**:grad_input", "**:grad_output") as expected:
-            loss_of(alone(batch(step))).backward()
+            loss_of(alone(sequences_of_rank(step))).backward()
         before = [None if p.grad is None else full(p.grad) for p in model.parameters()]
         with hl.capture(model, "**:grad", "**:grad_input", "**:grad_output") as record:
-            loss_of(model(batch(step))).backward()
+            loss_of(model(sequences_of_rank(step))).backward()
         for place in expected:
             assert torch.equal(record[place], expected[place])
         for (name, parameter), old in zip(alone.named_parameters(), before, strict=True):
@@ -368,10 +339,10 @@ def test_a_gradient_of_a_parameter_under_fsdp_is_this_ranks_own_and_whole(option
 
 @on_ranks
 def test_a_gradient_under_fsdp_is_captured_in_a_part_of_the_model():
-    alone, model = whole(), fsdp()
-    loss_of(alone(batch())).backward()
+    alone, model = unsharded(), fsdp()
+    loss_of(alone(sequences_of_rank())).backward()
     with hl.capture(model[3], "weight:grad") as record, hl.capture(model[1], "up.bias:grad") as up:
-        loss_of(model(batch())).backward()
+        loss_of(model(sequences_of_rank())).backward()
     assert torch.equal(record["weight:grad"], alone[3].weight.grad)
     assert torch.equal(up["up.bias:grad"], alone[1].up.bias.grad)
 
@@ -379,12 +350,12 @@ def test_a_gradient_under_fsdp_is_captured_in_a_part_of_the_model():
 @on_ranks
 def test_a_gradient_under_fsdp_needs_the_forward_inside_the_with_and_says_so():
     model = fsdp()
-    y = model(batch())
+    y = model(sequences_of_rank())
     with hl.capture(model, "1.up.weight:grad") as record:
         loss_of(y).backward()
     with pytest.raises(hl.GradientNotAvailable, match=r"FSDP gathers.*the forward must run inside"):
         record["1.up.weight:grad"]
-    y = model(batch())
+    y = model(sequences_of_rank())
     with pytest.raises(hl.NeverFired, match="FSDP gathers"):
         with hl.edit(model, "1.up.weight:grad", hl.zero()):
             loss_of(y).backward()
@@ -392,24 +363,24 @@ def test_a_gradient_under_fsdp_needs_the_forward_inside_the_with_and_says_so():
 
 @on_ranks
 def test_a_parameter_without_a_gradient_is_no_error_under_fsdp_where_others_have_one():
-    model = whole()
+    model = unsharded()
     model[1].spare = nn.Parameter(torch.ones(4))  # which no forward uses
     model = fsdp(model)
     with hl.edit(model, "**:grad", hl.scale(2.0)), hl.capture(model, "**:grad") as record:
-        loss_of(model(batch())).backward()
+        loss_of(model(sequences_of_rank())).backward()
     assert list(record.unfired()) == ["1.spare:grad"]
     with pytest.raises(hl.NeverFired, match=r"'1.spare:grad': no gradient arrived"):
         with hl.edit(model, "1.spare:grad", hl.zero()):
-            loss_of(model(batch())).backward()
+            loss_of(model(sequences_of_rank())).backward()
 
 
 @on_ranks
 def test_noise_on_the_gradient_of_a_bias_under_fsdp_arrives_in_the_reduced_one():
     bare, model = fsdp(), fsdp()
-    loss_of(bare(batch())).backward()
+    loss_of(bare(sequences_of_rank())).backward()
     with hl.edit(model, "4.bias:grad", hl.noise(1.0, seed=3)):
         with hl.capture(model, "4.bias:grad") as record:
-            loss_of(model(batch())).backward()
+            loss_of(model(sequences_of_rank())).backward()
     assert torch.equal(mean_over_ranks(record["4.bias:grad"]), full(model[4].bias.grad))
     drawn = full(model[4].bias.grad) - full(bare[4].bias.grad)
     assert drawn.abs().min() > 0.01
@@ -419,10 +390,10 @@ def test_noise_on_the_gradient_of_a_bias_under_fsdp_arrives_in_the_reduced_one()
 @pytest.mark.parametrize("place", ["1", "1:input", "2.up", "0", "1:grad_output", "2:grad_input"])
 @on_ranks
 def test_an_edit_under_fsdp_does_to_each_rank_what_it_does_without(place):
-    alone, model = whole(), fsdp()
+    alone, model = unsharded(), fsdp()
     for each in (alone, model):
         with hl.edit(each, place, hl.scale(0.5)):
-            loss_of(each(batch())).backward()
+            loss_of(each(sequences_of_rank())).backward()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(full(one.grad), mean_over_ranks(other.grad))
     assert_clean_of_ours(model)
@@ -430,13 +401,13 @@ def test_an_edit_under_fsdp_does_to_each_rank_what_it_does_without(place):
 
 @on_ranks
 def test_a_parameter_captured_under_fsdp_is_whole_and_readable_if_it_was_copied():
-    model, weights = fsdp(), dict(whole().named_parameters())
+    model, weights = fsdp(), dict(unsharded().named_parameters())
     with hl.capture(model, "**:value", detach=True) as record:
-        model(batch())
+        model(sequences_of_rank())
     for name, parameter in weights.items():
         assert torch.equal(record[name], parameter)
     with hl.capture(model, "1.up.weight") as record:
-        model(batch())
+        model(sequences_of_rank())
     repr(record)
     with pytest.raises(hl.ValueChanged, match=r"memory was freed since.*detach=True"):
         record["1.up.weight"]
@@ -445,21 +416,21 @@ def test_a_parameter_captured_under_fsdp_is_whole_and_readable_if_it_was_copied(
 @pytest.mark.parametrize("gathered", [False, True])
 @on_ranks
 def test_a_parameter_under_fsdp_cannot_be_swapped_and_the_remedy_works(gathered):
-    model, alone = fsdp(), whole()
+    model, alone = fsdp(), unsharded()
     if gathered:
-        model(batch())  # of the outermost module, FSDP keeps what it gathered
+        model(sequences_of_rank())  # of the outermost module, FSDP keeps what it gathered
     for place in ("4.weight", "1.up.weight"):
         with pytest.raises(hl.NotHookable, match=r"kept in shards.*hookline\.preserve"):
             with hl.edit(model, place, hl.scale(2.0)):
-                model(batch())
+                model(sequences_of_rank())
     for each in (model, alone):
-        before = full(each(batch()))
+        before = full(each(sequences_of_rank()))
         with hl.preserve(each):
             with torch.no_grad():
                 each[4].weight.mul_(2)
                 each[1].up.weight.mul_(2)
-            loss_of(each(batch())).backward()
-        assert torch.equal(full(each(batch())), before)
+            loss_of(each(sequences_of_rank())).backward()
+        assert torch.equal(full(each(sequences_of_rank())), before)
     model.reshard()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(full(one.grad), mean_over_ranks(other.grad))
@@ -469,16 +440,16 @@ def test_a_parameter_under_fsdp_cannot_be_swapped_and_the_remedy_works(gathered)
 def test_preserve_puts_back_what_an_optimizer_did_under_fsdp():
     model = fsdp()
     shards = [p.data.clone() for p in model.parameters()]
-    before = full(model(batch()))
+    before = full(model(sequences_of_rank()))
     with hl.preserve(model):
-        train(model, 2)
-        assert not torch.equal(full(model(batch())), before)
-    assert same([here(p) for p in model.parameters()], [here(p) for p in shards])
+        train_on_ranks(model, 2)
+        assert not torch.equal(full(model(sequences_of_rank())), before)
+    assert same_tensors([here(p) for p in model.parameters()], [here(p) for p in shards])
     assert all(isinstance(p, type(shards[0])) for p in model.parameters())
-    assert torch.equal(full(model(batch())), before)
+    assert torch.equal(full(model(sequences_of_rank())), before)
     model.reshard()  # else it is what FSDP gathered that would be trained
     model.zero_grad()
-    assert same(train(model), train(fsdp()))
+    assert same_tensors(train_on_ranks(model), train_on_ranks(fsdp()))
 
 
 @since_the_reset
@@ -490,7 +461,11 @@ def test_training_goes_on_under_fsdp_after_a_forward_that_was_ended_early(how, w
     optimizers = [torch.optim.SGD(each.parameters(), 0.5, momentum=0.9) for each in (bare, model)]
     results = []
     for each, optimizer in zip((bare, model), optimizers, strict=True):
-        early = functools.partial(interrupt, each, how, each[1]) if each is model else lambda: None
+        early = (
+            functools.partial(interrupt_forward, each, how, each[1])
+            if each is model
+            else lambda: None
+        )
 
         def end_early(each=each, early=early):
             early()
@@ -500,20 +475,20 @@ def test_training_goes_on_under_fsdp_after_a_forward_that_was_ended_early(how, w
 
         seen = []
         if when == "later":
-            seen += train(each, 2, optimizer=optimizer)
+            seen += train_on_ranks(each, 2, optimizer=optimizer)
         if when == "before a step":
-            loss_of(each(batch())).backward()
+            loss_of(each(sequences_of_rank())).backward()
             end_early()
             optimizer.step()
         elif when == "while a backward waits":
-            y = each(batch())
+            y = each(sequences_of_rank())
             end_early()
             loss_of(y).backward()
             optimizer.step()
         else:
             end_early()
-        results.append(seen + train(each, 2, first=2, optimizer=optimizer))
-    assert same(results[1], results[0])
+        results.append(seen + train_on_ranks(each, 2, first=2, optimizer=optimizer))
+    assert same_tensors(results[1], results[0])
     assert_clean_of_ours(model)
 
 
@@ -536,13 +511,13 @@ def test_stopping_under_fsdp_keeps_what_was_accumulated(how):
         model = fsdp(**options)
         wait = model.set_requires_all_reduce if hybrid else model.set_requires_gradient_sync
         wait(False)
-        loss_of(model(batch(0))).backward()
+        loss_of(model(sequences_of_rank(0))).backward()
         if stop:
-            interrupt(model, "stop", model[1])
+            interrupt_forward(model, "stop", model[1])
         wait(True)
-        loss_of(model(batch(1))).backward()
+        loss_of(model(sequences_of_rank(1))).backward()
         results.append([here(p.grad) for p in model.parameters()])
-    assert same(*results)
+    assert same_tensors(*results)
 
 
 @since_the_reset
@@ -551,8 +526,8 @@ def test_stopping_under_fsdp_keeps_what_was_accumulated(how):
 def test_stopping_in_a_part_of_an_fsdp_model_lets_training_go_on(part, place):
     model = fsdp()
     with hl.capture(model[part], place, stop=True):
-        model(batch())
-    assert same(train(model), train(fsdp()))
+        model(sequences_of_rank())
+    assert same_tensors(train_on_ranks(model), train_on_ranks(fsdp()))
 
 
 @on_ranks
@@ -566,9 +541,9 @@ def test_preserving_a_part_whose_parameters_are_gathered_from_outside_is_refused
         with hl.preserve(whole_model, where), torch.no_grad():
             for parameter in hl.get_module(whole_model, where).parameters():
                 parameter.fill_(7)
-            model(batch())
+            model(sequences_of_rank())
         model.reshard()
-        assert same([here(p) for p in model.parameters()], before)
+        assert same_tensors([here(p) for p in model.parameters()], before)
 
 
 # -- tensor parallelism ---------------------------------------------------------------------------
@@ -669,13 +644,13 @@ def train_parallel(model, steps=3, around=contextlib.nullcontext, first=0):
 def test_captures_change_nothing_under_tensor_parallelism(detach):
     model = parallel()
     looked = train_parallel(model, around=lambda: hl.capture(model, *EVERYTHING, detach=detach))
-    assert same(looked, train_parallel(parallel()))
+    assert same_tensors(looked, train_parallel(parallel()))
     assert_clean_of_ours(model)
 
 
 @on_ranks
 def test_values_and_gradients_under_tensor_parallelism_are_those_of_hooks_written_by_hand():
-    assert_same_as_by_hand(parallel, lambda model: loss_of(model(mine(tokens()))).backward())
+    assert_captured_as_by_hand(parallel, lambda model: loss_of(model(mine(tokens()))).backward())
 
 
 PLACEMENTS = {
@@ -690,10 +665,10 @@ PLACEMENTS = {
 @pytest.mark.parametrize("grad", [False, True])
 @on_ranks
 def test_the_placement_of_each_value_is_recorded_and_the_parts_make_the_whole(grad, detach):
-    with torch.set_grad_enabled(grad), hl.capture(layer(), "*") as expected:
-        expected_model = expected._source()._model
-        with hl.capture(expected_model, "*:input") as inputs:
-            expected_model(tokens())
+    whole_model = layer()
+    with torch.set_grad_enabled(grad), hl.capture(whole_model, "*") as expected:
+        with hl.capture(whole_model, "*:input") as inputs:
+            whole_model(tokens())
     model = parallel()
     with torch.set_grad_enabled(grad):
         with hl.capture(model, *PLACEMENTS, "act", detach=detach) as record:
@@ -749,8 +724,9 @@ def test_what_a_collective_still_brings_is_waited_for(grad, detach):
         assert getattr(value, "completed", True)
     held = r["down"]
     storage = getattr(held, "elem", held).detach().numpy().copy()  # no torch operation waits here
-    with hl.capture(layer(), "down") as expected:
-        expected._source()._model(tokens())
+    whole_model = layer()
+    with hl.capture(whole_model, "down") as expected:
+        whole_model(tokens())
     torch.testing.assert_close(torch.from_numpy(storage), mine(expected["down"].detach()))
 
 
@@ -896,7 +872,7 @@ def test_one_rank_can_capture_and_hook_by_itself(detach):
             stack.enter_context(hl.capture(model, *EVERYTHING, detach=detach))
             stack.enter_context(hl.hook(model, ["**:grad_output", "**:grad"], lambda grad: None))
         found = train_parallel(model)
-    assert same(found, train_parallel(bare))
+    assert same_tensors(found, train_parallel(bare))
 
 
 @on_ranks
@@ -948,7 +924,7 @@ def test_training_goes_on_under_tensor_parallelism_after_a_forward_that_was_ende
         with pytest.raises(type(error)), hl.capture(model, "**"):
             with hl.hook(model, "act", fail):
                 model(mine(tokens()))
-    assert same(train_parallel(model), train_parallel(parallel()))
+    assert same_tensors(train_parallel(model), train_parallel(parallel()))
     assert_clean_of_ours(model)
 
 
@@ -985,7 +961,7 @@ def test_the_plans_of_prepared_inputs_and_outputs_are_read():
 
 
 def test_a_model_that_is_not_spread_has_no_placements():
-    model = whole()
+    model = unsharded()
     with hl.capture(model, "**") as record:
         model(torch.randn(2, 5, 3))
     assert all(record.placement(place) is None for place in record)

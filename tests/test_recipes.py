@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, state_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import small
+from oracles import assert_clean, assert_same_state, rewrite_json, state_bits
 from torch import nn
 
 import hookline as hl
@@ -42,12 +42,6 @@ READY = {
     "dim of bounds": hl.clamp(-VECTOR.abs(), VECTOR.abs(), dim=1) | hl.scale(VECTOR, dim=1),
     "chain": hl.scale(2.0) | hl.add(VECTOR) | hl.clamp(max=0.5),
 }
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return small()
 
 
 @pytest.mark.parametrize("name", READY)
@@ -297,16 +291,9 @@ def test_what_is_no_entry_is_refused():
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved_folder(tmp_path):
     entries = [("0", hl.add(VECTOR)), (nn.Linear, hl.scale(2.0)), ("*", hl.noise(0.1))]
     return hl.Recipe(entries, at=np.s_[:, 1:], calls=[0, 1]).save(tmp_path / "recipe")
-
-
-def rewritten(folder, edit):
-    path = folder / "recipe.json"
-    content = json.loads(path.read_text())
-    edit(content)
-    path.write_text(json.dumps(content))
 
 
 HOSTILE = {
@@ -343,78 +330,85 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("found", HOSTILE)
-def test_a_file_that_was_tampered_with_is_an_error(found, saved):
-    rewritten(saved, HOSTILE[found])
+def test_a_file_that_was_tampered_with_is_an_error(found, saved_folder):
+    rewrite_json(saved_folder / "recipe.json", HOSTILE[found])
     with pytest.raises(hl.RecipeError, match=found.strip()) as caught:
-        hl.Recipe.load(saved)
+        hl.Recipe.load(saved_folder)
     assert caught.value.asked
     assert caught.value.remedy
 
 
-def test_a_regular_expression_is_loaded_only_if_allowed(saved):
+def test_a_regular_expression_is_loaded_only_if_allowed(saved_folder):
     """Written by hand: in a long name such a search goes on for ages, and `re` has no timeout."""
     for where in (
         {"pattern": "(a+)+$", "flags": 32},
         [{"pattern": "(a|a)*b", "flags": 32}],
         {"tuple": [{"pattern": "(a+)+$", "flags": 32}, ":input"]},
     ):
-        rewritten(saved, lambda c, where=where: c["entries"][1].update(where=where))
+        rewrite_json(
+            saved_folder / "recipe.json", lambda c, where=where: c["entries"][1].update(where=where)
+        )
         with pytest.raises(hl.RecipeError, match="regular expression") as caught:
-            hl.Recipe.load(saved)
-        assert str(saved) in caught.value.asked
+            hl.Recipe.load(saved_folder)
+        assert str(saved_folder) in caught.value.asked
         assert "entry 2" in caught.value.found
         assert "allow_functions=True" in caught.value.remedy
     fine = {"pattern": "^(0|2)$", "flags": 32}
-    rewritten(saved, lambda c: c["entries"][1].update(where=fine))
-    (_, (where, _), _) = hl.Recipe.load(saved, allow_functions=True)
+    rewrite_json(saved_folder / "recipe.json", lambda c: c["entries"][1].update(where=fine))
+    (_, (where, _), _) = hl.Recipe.load(saved_folder, allow_functions=True)
     assert where == re.compile("^(0|2)$")
     for wrong in ({"pattern": "(", "flags": 32}, {"pattern": "a", "flags": 1 << 80}):
-        rewritten(saved, lambda c, wrong=wrong: c["entries"][1].update(where=wrong))
+        rewrite_json(
+            saved_folder / "recipe.json", lambda c, wrong=wrong: c["entries"][1].update(where=wrong)
+        )
         with pytest.raises(hl.RecipeError, match="no regular expression"):
-            hl.Recipe.load(saved, allow_functions=True)
+            hl.Recipe.load(saved_folder, allow_functions=True)
 
 
 @pytest.mark.parametrize("where", ["*{}" * 90 + "z", "{,}" * 90 + "z", "{a.b,c.d}" * 30])
-def test_no_place_in_a_file_keeps_a_recipe_from_being_entered(where, saved, model):
-    rewritten(saved, lambda c: c["entries"][0].update(where=where))
-    with pytest.raises(hl.RecipeError, match="entry 1 of 3"), hl.Recipe.load(saved).on(model):
+def test_no_place_in_a_file_keeps_a_recipe_from_being_entered(where, saved_folder, model):
+    rewrite_json(saved_folder / "recipe.json", lambda c: c["entries"][0].update(where=where))
+    with (
+        pytest.raises(hl.RecipeError, match="entry 1 of 3"),
+        hl.Recipe.load(saved_folder).on(model),
+    ):
         pass
     assert_clean(model)
 
 
-def test_foreign_folders_are_errors(saved, tmp_path):
+def test_foreign_folders_are_errors(saved_folder, tmp_path):
     with pytest.raises(hl.RecipeError, match=r"no file recipe.json.*by hookline.Recipe.save"):
         hl.Recipe.load(tmp_path)
-    (saved / "recipe.json").write_bytes(b"\x80\x04]" * 9)
+    (saved_folder / "recipe.json").write_bytes(b"\x80\x04]" * 9)
     with pytest.raises(hl.RecipeError, match="cannot be read as JSON"):
-        hl.Recipe.load(saved)
-    (saved / "recipe.json").write_text("[" * 200_000)
+        hl.Recipe.load(saved_folder)
+    (saved_folder / "recipe.json").write_text("[" * 200_000)
     with pytest.raises(hl.RecipeError, match="cannot be read as JSON"):
-        hl.Recipe.load(saved)
-    (saved / "recipe.json").write_text("[]")
+        hl.Recipe.load(saved_folder)
+    (saved_folder / "recipe.json").write_text("[]")
     with pytest.raises(hl.RecipeError, match="does not say"):
-        hl.Recipe.load(saved)
+        hl.Recipe.load(saved_folder)
 
 
-def test_missing_and_torn_tensors_are_errors(saved):
-    path = saved / "recipe.safetensors"
+def test_missing_and_torn_tensors_are_errors(saved_folder):
+    path = saved_folder / "recipe.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
     with pytest.raises(hl.RecipeError, match="not the file"):
-        hl.Recipe.load(saved)
+        hl.Recipe.load(saved_folder)
     path.unlink()
     with pytest.raises(hl.RecipeError, match="tensors are missing"):
-        hl.Recipe.load(saved)
+        hl.Recipe.load(saved_folder)
 
 
 @pytest.mark.parametrize("levels", [900, 1100])
-def test_deep_nesting_is_an_error_and_no_crash(saved, levels):
-    path = saved / "recipe.json"
+def test_deep_nesting_is_an_error_and_no_crash(saved_folder, levels):
+    path = saved_folder / "recipe.json"
     content = json.loads(path.read_text())
     content["entries"][0]["at"] = "HERE"
     path.write_text(json.dumps(content).replace('"HERE"', "[" * levels + "1" + "]" * levels))
     try:
-        hl.Recipe.load(saved)
+        hl.Recipe.load(saved_folder)
     except hl.RecipeError:
         return
     assert levels == 900  # whether Python can read that many depends on its version
@@ -424,23 +418,23 @@ def test_deep_nesting_is_an_error_and_no_crash(saved, levels):
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
-def test_any_flipped_byte_gives_a_recipe_or_an_error_of_ours(saved, data):
-    path = saved / data.draw(st.sampled_from(["recipe.json", "recipe.safetensors"]))
+def test_any_flipped_byte_gives_a_recipe_or_an_error_of_ours(saved_folder, data):
+    path = saved_folder / data.draw(st.sampled_from(["recipe.json", "recipe.safetensors"]))
     whole = path.read_bytes()
     at = data.draw(st.integers(0, len(whole) - 1))
     path.write_bytes(whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :])
     try:
-        hl.Recipe.load(saved)
+        hl.Recipe.load(saved_folder)
     except hl.RecipeError:
         pass
     finally:
         path.write_bytes(whole)
 
 
-def test_saving_again_replaces_what_was_there(saved):
-    hl.Recipe([("0", hl.zero())]).save(saved)
-    assert sorted(path.name for path in saved.iterdir()) == ["recipe.json"]
-    assert repr(hl.Recipe.load(saved)) == repr(hl.Recipe([("0", hl.zero())]))
+def test_saving_again_replaces_what_was_there(saved_folder):
+    hl.Recipe([("0", hl.zero())]).save(saved_folder)
+    assert sorted(path.name for path in saved_folder.iterdir()) == ["recipe.json"]
+    assert repr(hl.Recipe.load(saved_folder)) == repr(hl.Recipe([("0", hl.zero())]))
 
 
 def test_saving_where_a_file_is_says_so(tmp_path):

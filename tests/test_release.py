@@ -7,13 +7,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
+from environment import ROOT
 
 import hookline
-
-ROOT = Path(__file__).parents[1]
 
 WITHOUT_EXTRAS = """
 import sys
@@ -39,7 +37,7 @@ OPTIONAL = (
 )  # fmt: skip
 
 
-def build(kind, source, folder):
+def build_with_hatchling(kind, source, folder):
     """A wheel or an sdist, made by the build backend."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)],
@@ -51,7 +49,7 @@ def build(kind, source, folder):
 
 @pytest.fixture(scope="module")
 def wheel_file(tmp_path_factory):
-    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+    return build_with_hatchling("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +65,7 @@ def wheel(wheel_file, tmp_path_factory):
 def source(tmp_path_factory):
     """The sdist, unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(build("sdist", ROOT, folder)) as archive:
+    with tarfile.open(build_with_hatchling("sdist", ROOT, folder)) as archive:
         # The first releases of Python 3.11 know no filter, and later ones warn without.
         safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         archive.extractall(folder, **safe)
@@ -75,12 +73,12 @@ def source(tmp_path_factory):
     return unpacked
 
 
-def run(wheel, program, *, without=OPTIONAL, cwd):
+def run_with_wheel(wheel, program, *, without=OPTIONAL, cwd):
     """A program that has the wheel and no optional library: stdout."""
     start = WITHOUT_EXTRAS.format(names=without, folder=str(wheel))
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", start + program],
-        capture_output=True, text=True, cwd=cwd, env=clean(),
+        capture_output=True, text=True, cwd=cwd, env=clean_environment(),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -122,7 +120,7 @@ with hl.watch(model, every=1, to="run", optimizer=optimizer), hl.guard(model):
 print(len(hl.Run("run").steps()), len(hl.measure(model, "*", statistics=[hl.Mean(None)], data=[x])))
 print(hl.compare(model, model, x).equal)
 """
-    flops, counts, equal = run(wheel, program, cwd=tmp_path).splitlines()
+    flops, counts, equal = run_with_wheel(wheel, program, cwd=tmp_path).splitlines()
     assert int(flops) > 0
     assert counts.split()[0] == "1"
     assert equal == "True"
@@ -144,7 +142,7 @@ print(hl.compare(model, model, x).equal)
 def test_a_missing_extra_gives_the_line_that_installs_it(wheel, tmp_path, program, extra):
     wrapped = "\n".join(f"    {line}" for line in program.splitlines())
     whole = f"import torch\ntry:\n{wrapped}\nexcept ImportError as error:\n    print(error)\n"
-    assert f"pip install 'hookline[{extra}]'" in run(wheel, whole, cwd=tmp_path)
+    assert f"pip install 'hookline[{extra}]'" in run_with_wheel(wheel, whole, cwd=tmp_path)
 
 
 def test_types_reach_a_user_s_project(wheel, tmp_path):
@@ -195,14 +193,14 @@ def test_what_a_with_gives_has_its_type_in_a_user_s_project(wheel, tmp_path):
     assert " error: " not in result.stdout, result.stdout
 
 
-def contents(path):
+def contents_of_wheel(path):
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist() if "RECORD" not in name}
 
 
 def test_the_sdist_holds_what_it_takes_to_build_the_wheel_again(source, wheel_file, tmp_path):
-    again = contents(build("wheel", source, tmp_path))
-    assert again == contents(wheel_file)
+    again = contents_of_wheel(build_with_hatchling("wheel", source, tmp_path))
+    assert again == contents_of_wheel(wheel_file)
     for needed in (
         "Makefile", "constraints.txt", "frontend/package.json", "tests/test_hooks.py", "LICENSE",
         "mkdocs.yml", "README.md", "benchmarks/results/guard.json", "tests/plain_install.py",
@@ -258,7 +256,7 @@ def environment(wheel_file, tmp_path):
     def pip(*command):
         return subprocess.run(
             [str(folder / "bin" / "python"), "-m", "pip", *command, "-qq", "-c", str(limits)],
-            capture_output=True, text=True, cwd=folder, env=clean(),
+            capture_output=True, text=True, cwd=folder, env=clean_environment(),
         )  # fmt: skip
 
     tried = pip("download", "--no-deps", "safetensors")
@@ -270,7 +268,7 @@ def environment(wheel_file, tmp_path):
     shutil.rmtree(folder)  # a gigabyte
 
 
-def clean():
+def clean_environment():
     """The variables of this process, without what would lead to this tree."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
@@ -281,7 +279,7 @@ def test_the_wheel_works_in_an_empty_environment(environment, tmp_path):
     def run(*command):
         found = subprocess.run(
             [str(environment / "bin" / command[0]), *command[1:]],
-            capture_output=True, text=True, cwd=tmp_path, env=clean(),
+            capture_output=True, text=True, cwd=tmp_path, env=clean_environment(),
         )  # fmt: skip
         return found.returncode, found.stdout, found.stderr
 

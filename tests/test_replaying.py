@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from faults import INF, Doing
+from faults import INF, fault_of
+from models import Giving
+from oracles import rewrite_json
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -25,19 +27,6 @@ from hookline.guards.dumps import (
 )
 
 pytestmark = pytest.mark.usefixtures("seeded")
-
-
-def dumped(model, x, folder, backward=False, **options):
-    """The fault of a guarded step, whose dump is in a folder."""
-
-    def step():
-        out = model(x)
-        if backward:
-            (out[0] if isinstance(out, tuple) else out).sum().backward()
-
-    with hl.guard(model, to=folder, **options), pytest.raises(hl.NonFiniteError) as found:
-        step()
-    return found.value.fault
 
 
 FORWARD = {
@@ -65,8 +54,8 @@ def nan_at(x):
 @pytest.mark.parametrize("case", FORWARD)
 def test_an_operation_is_run_again_bit_for_bit_without_the_model(case, tmp_path):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.ReLU(), Doing(FORWARD[case]))
-    fault = dumped(model, torch.zeros(2, 4), tmp_path)
+    model = nn.Sequential(nn.ReLU(), Giving(FORWARD[case]))
+    fault = fault_of(model, torch.zeros(2, 4), to=tmp_path)
     assert fault.folder.parent == tmp_path
     assert sorted(file.name for file in fault.folder.iterdir()) == [
         "guard.json", "guard.safetensors",
@@ -78,7 +67,7 @@ def test_an_operation_is_run_again_bit_for_bit_without_the_model(case, tmp_path)
     assert replayed.place == fault.place
     again = hl.replay(fault.folder, model)
     assert again.reproduced
-    assert "the module '1' (Doing)" in repr(again)
+    assert "the module '1' (Giving)" in repr(again)
 
 
 BACKWARD = {
@@ -94,8 +83,8 @@ BACKWARD = {
 @pytest.mark.parametrize("case", BACKWARD)
 def test_the_backward_of_an_operation_is_run_again_without_the_model(case, tmp_path):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Doing(BACKWARD[case]), nn.Linear(4, 4))
-    fault = dumped(model, torch.ones(2, 4), tmp_path, backward=True)
+    model = nn.Sequential(nn.Linear(4, 4), Giving(BACKWARD[case]), nn.Linear(4, 4))
+    fault = fault_of(model, torch.ones(2, 4), to=tmp_path, backward=True)
     replayed = hl.replay(fault.folder)
     assert (replayed.backward, replayed.reproduced) == (True, True)
     assert any(not g.isfinite().all() for g in replayed.gradients.values())
@@ -112,13 +101,13 @@ def test_the_backward_of_an_operation_is_run_again_without_the_model(case, tmp_p
         nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4)), nn.Embedding(3, 4),
         nn.Softmax(dim=-1), nn.Dropout(0.2), nn.GroupNorm(2, 4),
         nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTM(4, 3, num_layers=2),
-        nn.CosineSimilarity(), nn.AvgPool2d((2, 3)), Doing(torch.log),
+        nn.CosineSimilarity(), nn.AvgPool2d((2, 3)), Giving(torch.log),
     ],
     ids=lambda layer: type(layer).__name__,
 )  # fmt: skip
 def test_modules_of_torch_are_described_by_their_constructor_or_not_at_all(layer):
-    spelled = constructor_of(layer, ArgumentWriter())
-    if isinstance(layer, (nn.Sequential, Doing)):
+    spelled = constructor_of(layer, Speller())
+    if isinstance(layer, (nn.Sequential, Giving)):
         assert spelled is None
         return
     assert spelled is not None
@@ -131,7 +120,7 @@ def test_what_a_module_makes_is_replayed_with_the_state_that_it_had(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     nn.init.constant_(model[1].weight, 3e38)
     x = torch.randn(8, 4) * 10
-    fault = dumped(model, x, tmp_path)
+    fault = fault_of(model, x, to=tmp_path)
     assert fault.path == "1"
     first = hl.replay(fault.folder)
     for parameter in model.parameters():
@@ -154,7 +143,7 @@ def test_a_module_without_operations_is_rebuilt_or_asked_for(tmp_path):
             return torch.from_numpy(made)
 
     model = nn.Sequential(nn.Identity(), Strange())
-    fault = dumped(model, torch.ones(3), tmp_path)
+    fault = fault_of(model, torch.ones(3), to=tmp_path)
     assert (fault.kind, fault.place) == ("module", "1")
     with pytest.raises(hl.ReplayError, match=r"Give the model: hookline\.replay"):
         hl.replay(fault.folder)
@@ -169,8 +158,8 @@ def test_a_module_without_operations_is_rebuilt_or_asked_for(tmp_path):
     ],
 )
 def test_a_module_is_run_where_its_operation_could_not_be_written(function, tmp_path):
-    model = nn.Sequential(nn.Identity(), Doing(function))
-    fault = dumped(model, torch.ones(2, 4), tmp_path)
+    model = nn.Sequential(nn.Identity(), Giving(function))
+    fault = fault_of(model, torch.ones(2, 4), to=tmp_path)
     assert fault.kind == "operation"
     with pytest.raises(hl.ReplayError, match=r"Give the model: hookline\.replay"):
         hl.replay(fault.folder)
@@ -180,7 +169,7 @@ def test_a_module_is_run_where_its_operation_could_not_be_written(function, tmp_
 
 def test_where_every_module_is_checked_the_module_is_written(tmp_path):
     model = nn.Sequential(nn.ReLU(), nn.LayerNorm(4, eps=0.0), nn.Identity())
-    fault = dumped(model, torch.ones(2, 4), tmp_path, careful=True)
+    fault = fault_of(model, torch.ones(2, 4), to=tmp_path, careful=True)
     assert (fault.kind, fault.place) == ("module", "1")
     replayed = hl.replay(fault.folder)
     assert (replayed.reproduced, replayed.exact) == (True, True)
@@ -210,7 +199,7 @@ def test_buffers_that_a_call_puts_others_in_place_of_are_written_as_they_were(
     assert model[0].seen.sum() == 3
 
 
-class Several(nn.Module):
+class ReturnsSeveral(nn.Module):
     """Returns several values, of which one is bad, or what is made of a bad one."""
 
     def __init__(self, inside):
@@ -229,8 +218,8 @@ class Several(nn.Module):
 def test_where_every_module_is_checked_one_that_returns_several_values_is_replayed(
     inside, tmp_path
 ):
-    model = Several(inside)
-    fault = dumped(model, torch.randn(2, 3, 4), tmp_path, careful=True)
+    model = ReturnsSeveral(inside)
+    fault = fault_of(model, torch.randn(2, 3, 4), to=tmp_path, careful=True)
     assert fault.place == ("" if inside else "attention")
     replayed = hl.replay(fault.folder, model)
     assert (replayed.reproduced, replayed.exact) == (True, True)
@@ -239,9 +228,9 @@ def test_where_every_module_is_checked_one_that_returns_several_values_is_replay
 
 
 def test_the_files_are_plain_and_hold_no_code(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: x.log()))
+    model = nn.Sequential(nn.Linear(4, 4), Giving(lambda x: x.log()))
     nn.init.zeros_(model[0].weight), nn.init.zeros_(model[0].bias)
-    fault = dumped(model, torch.ones(2, 4), tmp_path)
+    fault = fault_of(model, torch.ones(2, 4), to=tmp_path)
     content = json.loads((fault.folder / "guard.json").read_text())
     tensors = load_file(fault.folder / "guard.safetensors")
     assert content["operation"]["function"] == "torch.Tensor.log"
@@ -254,36 +243,36 @@ def test_the_files_are_plain_and_hold_no_code(tmp_path):
 
 def test_where_no_dump_can_be_written_it_is_said_why(tmp_path):
     calls = iter(range(2))  # the first run and the search, and then no more
-    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: x / (0 * next(calls))))
-    fault = dumped(model, torch.ones(4), tmp_path)
+    model = nn.Sequential(nn.Linear(4, 4), Giving(lambda x: x / (0 * next(calls))))
+    fault = fault_of(model, torch.ones(4), to=tmp_path)
     assert (fault.place, fault.folder) == ("1/div", None)
     assert "No dump was written: the second run raised StopIteration" in str(fault)
-    model = nn.Sequential(nn.Linear(4, 4), Doing(lambda x: (x * 0).sqrt()))
-    fault = dumped(model, torch.ones(4), tmp_path, backward=True, careful=True)
+    model = nn.Sequential(nn.Linear(4, 4), Giving(lambda x: (x * 0).sqrt()))
+    fault = fault_of(model, torch.ones(4), to=tmp_path, backward=True, careful=True)
     assert "No dump was written: what the producer was given is not known." in str(fault)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_not_written_and_the_rest_is(tmp_path):
-    model = Doing(lambda x: torch.nested.as_nested_tensor([x, x]) / 0)
-    fault = dumped(model, torch.ones(2), tmp_path)
+    model = Giving(lambda x: torch.nested.as_nested_tensor([x, x]) / 0)
+    fault = fault_of(model, torch.ones(2), to=tmp_path)
     with pytest.raises(hl.ReplayError, match="given a nested tensor"):
         hl.replay(fault.folder)
     assert hl.replay(fault.folder, model).reproduced
 
 
 def test_dumps_do_not_overwrite_one_another_and_none_is_written_if_told_so(tmp_path):
-    model = Doing(torch.log)
-    one, two = (dumped(model, torch.zeros(3), tmp_path) for _ in range(2))
+    model = Giving(torch.log)
+    one, two = (fault_of(model, torch.zeros(3), to=tmp_path) for _ in range(2))
     assert one.folder != two.folder
-    assert dumped(model, torch.zeros(3), None).folder is None
+    assert fault_of(model, torch.zeros(3), to=None).folder is None
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_dump_that_cannot_be_written_does_not_hide_the_fault(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    fault = dumped(Doing(torch.log), torch.zeros(3), blocked)
+    fault = fault_of(Giving(torch.log), torch.zeros(3), to=blocked)
     assert fault.place == "/log"
     assert fault.folder is None
     assert "could not be written" in fault.remarks[-1]
@@ -294,7 +283,7 @@ def test_a_disk_that_is_full_does_not_hide_the_fault(tmp_path, monkeypatch):
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", save_file)
-    fault = dumped(Doing(torch.log), torch.zeros(3), tmp_path)
+    fault = fault_of(Giving(torch.log), torch.zeros(3), to=tmp_path)
     assert "No space left on device" in fault.remarks[-1]
 
 
@@ -345,7 +334,7 @@ def test_autocast_that_a_forward_turns_on_or_off_is_replayed(tmp_path, enabled, 
 def test_a_replay_is_not_changed_by_the_autocast_around_it(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4))
     nn.init.constant_(model[0].weight, 3e38)
-    fault = dumped(model, torch.ones(2, 4), tmp_path)
+    fault = fault_of(model, torch.ones(2, 4), to=tmp_path)
     with torch.autocast("cpu", torch.bfloat16):
         again = hl.replay(fault.folder)
     assert (again.exact, again.output.dtype) == (True, torch.float32)
@@ -356,15 +345,8 @@ def test_a_replay_is_not_changed_by_the_autocast_around_it(tmp_path):
 
 @pytest.fixture
 def written(tmp_path):
-    fault = dumped(nn.Sequential(nn.ReLU(), Doing(torch.log)), -torch.ones(2, 4), tmp_path)
+    fault = fault_of(nn.Sequential(nn.ReLU(), Giving(torch.log)), -torch.ones(2, 4), to=tmp_path)
     return fault.folder
-
-
-def rewritten(folder, change):
-    path = folder / "guard.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 HOSTILE = {
@@ -390,7 +372,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_is_refused(case, written):
-    rewritten(written, HOSTILE[case])
+    rewrite_json(written / "guard.json", HOSTILE[case])
     state = torch.get_rng_state()
     with pytest.raises(hl.ReplayError):
         hl.replay(written)
@@ -414,8 +396,8 @@ def test_a_hostile_file_is_refused(case, written):
     ],
 )
 def test_a_hostile_module_is_refused(change, written):
-    rewritten(written, change)
-    model = nn.Sequential(nn.Linear(4, 4), Doing(torch.log))
+    rewrite_json(written / "guard.json", change)
+    model = nn.Sequential(nn.Linear(4, 4), Giving(torch.log))
     modes = [module.training for module in model.modules()]
     with pytest.raises(hl.ReplayError):
         hl.replay(written, model)
@@ -430,7 +412,7 @@ def test_a_class_of_the_file_is_never_imported(written, tmp_path, monkeypatch):
         content["operation"] = None
         content["module"].update({"class": "evil_module.Linear", "constructor": {}})
 
-    rewritten(written, change)
+    rewrite_json(written / "guard.json", change)
     with pytest.raises(hl.ReplayError):
         hl.replay(written)
     assert "evil_module" not in sys.modules
@@ -471,7 +453,7 @@ def test_a_model_that_ties_its_weights_is_run_again(dtype, backward, tmp_path):
             return x.sqrt().abs() if backward else x.log().abs()
 
     model = Tied()
-    fault = dumped(model, torch.ones(2, 4, dtype=dtype), tmp_path, backward)
+    fault = fault_of(model, torch.ones(2, 4, dtype=dtype), to=tmp_path, backward=backward)
     assert fault.backward is backward
     replayed = hl.replay(fault.folder, model)
     assert replayed.reproduced
@@ -481,9 +463,9 @@ def test_a_model_that_ties_its_weights_is_run_again(dtype, backward, tmp_path):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_compiled_model_is_the_one_that_was_guarded(inside, tmp_path):
-    bad = Doing(lambda x: x.log())
+    bad = Giving(lambda x: x.log())
     model = torch.compile(nn.Sequential(nn.Linear(4, 4), bad) if inside else bad, backend="eager")
-    fault = dumped(model, -torch.ones(2, 4), tmp_path)
+    fault = fault_of(model, -torch.ones(2, 4), to=tmp_path)
     assert hl.replay(fault.folder, model).reproduced
 
 

@@ -30,21 +30,21 @@ ROWS = [
 FINDING = Finding("dead units", "<h>/../1", 50, "3 of 4.", {"dead": 0.75, "worst": math.inf}, "x.")
 
 
-def values(step, rows=4):
+def numbered_values(step, rows=4):
     return np.arange(rows * len(STATISTICS), dtype=np.float32).reshape(rows, -1) + 1000 * step
 
 
-def write(folder, steps=(0, 50, 100), rows=ROWS):
+def write_run(folder, steps=(0, 50, 100), rows=ROWS):
     with RunWriter(folder, rows, model="Net", options={"every": 50}) as writer:
         for step in steps:
-            writer.histograms(step, [(0, BinCounts(-1.0, 1.0, [step + 1, *[0] * 63]))])
-            writer.values(step, values(step, len(rows)))
+            writer.histograms(step, [(0, Bins(-1.0, 1.0, [step + 1, *[0] * 63]))])
+            writer.values(step, numbered_values(step, len(rows)))
             writer.scalar(step, "loss", 1 / (step + 1))
         writer.finding(FINDING)
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    write(tmp_path / "run")
+    write_run(tmp_path / "run")
     run = Run.open(tmp_path / "run")
     assert run.rows() == ROWS
     assert run.places() == ["h.0", "<h>/../1", "h.0.weight"]
@@ -54,10 +54,10 @@ def test_what_is_written_is_read_back(tmp_path):
         for column, name in enumerate(STATISTICS):
             steps, found = run.series(row.place, row.kind, name)
             assert steps.tolist() == [0, 50, 100]
-            assert found.tolist() == [values(s)[number, column] for s in (0, 50, 100)]
+            assert found.tolist() == [numbered_values(s)[number, column] for s in (0, 50, 100)]
     places, steps, matrix = run.matrix("output", "absmax")
     assert places == ["h.0", "<h>/../1"]
-    assert matrix.tolist() == [[values(s)[row, 2] for s in (0, 50, 100)] for row in (0, 2)]
+    assert matrix.tolist() == [[numbered_values(s)[row, 2] for s in (0, 50, 100)] for row in (0, 2)]
     assert [b.step for b in run.histograms("h.0")] == [0, 50, 100]
     low, high, counts, step = run.histogram("h.0", "output", step=99)
     assert (low, high, step, counts[0], counts.sum()) == (-1.0, 1.0, 50, 51, 51)
@@ -72,7 +72,7 @@ def test_what_is_written_is_read_back(tmp_path):
 
 
 def test_the_files_are_what_the_format_says(tmp_path):
-    write(tmp_path)
+    write_run(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     endings = ["findings.jsonl", "histograms", "json", "scalars.jsonl", "values"]
     assert names == [f"00000.{ending}" for ending in endings]
@@ -105,12 +105,12 @@ def test_nothing_measured_is_nan_in_a_matrix_and_left_out_of_a_series(tmp_path):
 
 
 def test_a_later_start_counts_from_its_first_step_on(tmp_path):
-    write(tmp_path, (0, 50, 100, 150, 200))
+    write_run(tmp_path, (0, 50, 100, 150, 200))
     old = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with RunWriter(tmp_path, [ROWS[0], Row("new", "output")]) as writer:
         for step in (100, 140):
-            writer.values(step, -values(step, 2))
-            writer.histograms(step, [(0, BinCounts(0, 1, [7, *[0] * 63]))])
+            writer.values(step, -numbered_values(step, 2))
+            writer.histograms(step, [(0, Bins(0, 1, [7, *[0] * 63]))])
         writer.scalar(60, "loss", 9.0)
     assert all(path.read_bytes() == content for path, content in old.items())
     run = Run(tmp_path)
@@ -129,14 +129,14 @@ def test_a_later_start_counts_from_its_first_step_on(tmp_path):
 def test_findings_at_steps_that_a_later_start_has_measured_anew_are_left_out(tmp_path):
     with RunWriter(tmp_path, ROWS) as writer:
         for step in (0, 50, 100):
-            writer.values(step, values(step))
+            writer.values(step, numbered_values(step))
             writer.finding(replace(FINDING, step=step))
     run = Run(tmp_path)
     assert [finding.step for finding in run.findings()] == [0, 50, 100]
     with RunWriter(tmp_path, ROWS) as writer:  # gone on with, from a checkpoint, and well
         run.refresh()
         assert [finding.step for finding in run.findings()] == [0, 50, 100]
-        writer.values(50, values(50))
+        writer.values(50, numbered_values(50))
         run.refresh()
         assert [finding.step for finding in run.findings()] == [0]
 
@@ -156,7 +156,7 @@ def test_a_reader_follows_a_writer(tmp_path):
     assert run.steps().tolist() == []
     assert not run.refresh()
     assert "no steps" in repr(run)
-    writer.values(0, values(0))
+    writer.values(0, numbered_values(0))
     assert run.refresh()
     assert not run.refresh()
     assert run.steps().tolist() == [0]
@@ -168,27 +168,27 @@ def test_a_reader_follows_a_writer(tmp_path):
     assert run.findings() == [FINDING]
     assert run.histogram("h.0", "grad").counts.sum() == 64
     writer.shapes([None, (2, 3), None, None])
-    writer.values(1, values(1))
+    writer.values(1, numbered_values(1))
     run.refresh()
     assert [row.shape for row in run.rows()] == [(8, 4), (2, 3), None, (4, 4)]
     writer.close()
     with RunWriter(tmp_path, ROWS) as other:
-        other.values(2, values(2))
+        other.values(2, numbered_values(2))
     assert run.refresh()
     assert run.steps().tolist() == [0, 1, 2]
 
 
 def test_a_reader_follows_a_run_that_was_deleted_and_begun_anew(tmp_path):
     folder = tmp_path / "run"
-    write(folder, (0, 50, 100))
-    write(folder, (150, 200))
+    write_run(folder, (0, 50, 100))
+    write_run(folder, (150, 200))
     run = Run(folder)
     table = RunTable(run, 60)
     shutil.rmtree(folder)
     assert not run.refresh()
     assert run.steps().tolist() == [0, 50, 100, 150, 200]  # what was read of it
     with RunWriter(folder, ROWS) as writer:
-        writer.values(7, -values(7))
+        writer.values(7, -numbered_values(7))
         writer.scalar(7, "loss", 3.0)
         assert run.refresh()
         assert run.segments == [0]
@@ -197,7 +197,7 @@ def test_a_reader_follows_a_run_that_was_deleted_and_begun_anew(tmp_path):
         assert run.scalars("loss")[0].tolist() == [7]
         table.refresh()
         assert table.steps.tolist() == [7]
-        writer.values(8, -values(8))
+        writer.values(8, -numbered_values(8))
         assert run.refresh()
         assert not run.refresh()
         assert run.steps().tolist() == [7, 8]
@@ -205,7 +205,7 @@ def test_a_reader_follows_a_run_that_was_deleted_and_begun_anew(tmp_path):
 
 @pytest.mark.parametrize("ending", ["values", "histograms", "scalars.jsonl", "findings.jsonl"])
 def test_a_torn_tail_is_not_read_and_is_read_when_it_is_whole(tmp_path, ending):
-    write(tmp_path)
+    write_run(tmp_path)
     path = tmp_path / f"00000.{ending}"
     content = path.read_bytes()
 
@@ -228,7 +228,7 @@ def test_a_torn_tail_is_not_read_and_is_read_when_it_is_whole(tmp_path, ending):
 
 @pytest.mark.parametrize("cut", range(1, 10))
 def test_a_run_that_is_cut_anywhere_is_readable(tmp_path, cut):
-    write(tmp_path)
+    write_run(tmp_path)
     for path in tmp_path.iterdir():
         if path.suffix != ".json":
             content = path.read_bytes()
@@ -240,7 +240,7 @@ def test_a_run_that_is_cut_anywhere_is_readable(tmp_path, cut):
 
 
 def test_records_of_zeros_are_not_steps(tmp_path):
-    write(tmp_path)
+    write_run(tmp_path)
     for ending, size in (("values", 16 + 4 * 4 * 10), ("histograms", 280)):
         with (tmp_path / f"00000.{ending}").open("ab") as file:
             file.write(bytes(size))
@@ -305,7 +305,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_scalar_is_refused(tmp_path, line):
-    write(tmp_path)
+    write_run(tmp_path)
     with (tmp_path / "00000.scalars.jsonl").open("ab") as file:
         file.write(line + b"\n")
     with pytest.raises(RunError, match="scalars"):
@@ -313,7 +313,7 @@ def test_a_line_that_is_no_scalar_is_refused(tmp_path, line):
 
 
 def test_a_line_that_is_no_finding_is_refused(tmp_path):
-    write(tmp_path)
+    write_run(tmp_path)
     good = FINDING.to_dict()
     bad = [
         {"kind": 1}, {"step": 1.5}, {"evidence": []}, {"severity": "fatal"}, {"message": None},
@@ -326,7 +326,7 @@ def test_a_line_that_is_no_finding_is_refused(tmp_path):
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
-    write(tmp_path)
+    write_run(tmp_path)
     for ending in ("values", "scalars.jsonl"):
         path = tmp_path / f"00000.{ending}"
         path.unlink()
@@ -359,7 +359,7 @@ def test_a_head_that_changes_while_it_is_read_is_refused(tmp_path):
     run = Run(tmp_path)
     head = HEAD | {"started": run.head.started}  # else it would be that of another start
     (tmp_path / "00000.json").write_text(json.dumps(head))
-    writer.values(0, values(0))
+    writer.values(0, numbered_values(0))
     with pytest.raises(RunError, match="changed"):
         run.refresh()
     writer.close()
@@ -369,7 +369,7 @@ def test_a_head_that_changes_while_it_is_read_is_refused(tmp_path):
 @given(data=st.data())
 def test_no_bytes_break_the_reader(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")
-    write(folder)
+    write_run(folder)
     for path in folder.iterdir():
         content = bytearray(path.read_bytes())
         for _ in range(data.draw(st.integers(0, 3))):
@@ -387,7 +387,7 @@ def test_no_bytes_break_the_reader(tmp_path_factory, data):
 
 
 def test_asking_for_what_is_not_there_says_what_is(tmp_path):
-    write(tmp_path)
+    write_run(tmp_path)
     run = Run(tmp_path)
     with pytest.raises(NotCaptured, match=r"'h\.1' of kind 'output'.*'h\.0'"):
         run.series("h.1")
@@ -402,7 +402,7 @@ def test_asking_for_what_is_not_there_says_what_is(tmp_path):
 
 
 def test_a_kind_and_a_statistic_in_each_others_place_are_told(tmp_path):
-    write(tmp_path)
+    write_run(tmp_path)
     run = Run(tmp_path)
     with pytest.raises(NotCaptured, match=r"Say kind='grad', statistic='mean': it is a statistic"):
         run.series("h.0", "mean", "grad")
@@ -413,7 +413,7 @@ def test_a_kind_and_a_statistic_in_each_others_place_are_told(tmp_path):
 
 
 def test_the_table_shows_the_last_step_and_escapes_names(tmp_path):
-    write(tmp_path)
+    write_run(tmp_path)
     run = Run(tmp_path)
     text = repr(run)
     title = "Run of Net: 3 steps from 0 to 100, 3 places, loss, 1 finding"
@@ -447,12 +447,12 @@ def test_a_full_disk_leaves_whole_records(tmp_path, monkeypatch):
 
     with RunWriter(tmp_path, ROWS) as writer:
         monkeypatch.setattr("hookline.training.run_writing.os.write", scarce)
-        writer.values(0, values(0))
-        writer.values(1, values(1))
+        writer.values(0, numbered_values(0))
+        writer.values(1, numbered_values(1))
         with pytest.raises(RunError, match="No space"):
-            writer.values(2, values(2))
+            writer.values(2, numbered_values(2))
         monkeypatch.undo()
-        writer.values(3, values(3))
+        writer.values(3, numbered_values(3))
     run = Run(tmp_path)
     assert run.steps().tolist() == [0, 1, 3]
     assert run.series("h.0", "output", "mean")[1].tolist() == [0, 1000, 3000]
@@ -462,8 +462,8 @@ def test_a_write_that_was_cut_short_goes_on(tmp_path, monkeypatch):
     real = os.write
     with RunWriter(tmp_path, ROWS) as writer:
         monkeypatch.setattr("hookline.training.run_writing.os.write", lambda n, c: real(n, c[:100]))
-        writer.values(0, values(0))
-        writer.values(1, values(1))
+        writer.values(0, numbered_values(0))
+        writer.values(1, numbered_values(1))
         monkeypatch.undo()
     assert Run(tmp_path).series("h.0", "grad", "ratio")[1].tolist() == [18, 1018]
 

@@ -24,17 +24,17 @@ class Answer:
     note: str
 
 
-class Nested(nn.Module):
+class ReturnsMany(nn.Module):
     def forward(self, x):
         parts = [x + 1, {"mask": x > 0, 3: None}]
         return parts, Pair(x, x.half()), Answer(x * 2, "a note"), float("inf"), object()
 
 
-class Model(nn.Module):
+class LayersAndNested(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(3, 4)
-        self.nested = Nested()
+        self.nested = ReturnsMany()
         self.never = nn.ReLU()
 
     def forward(self, x):
@@ -44,14 +44,14 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def model():
+def saved_model():
     torch.manual_seed(0)
-    return Model()
+    return LayersAndNested()
 
 
-def test_a_record_is_read_again_as_it_was(model, tmp_path):
-    with hl.capture(model, "**", "fc:inputs", "fc.weight", detach=True) as record:
-        model(torch.randn(2, 3))
+def test_a_record_is_read_again_as_it_was(saved_model, tmp_path):
+    with hl.capture(saved_model, "**", "fc:inputs", "fc.weight", detach=True) as record:
+        saved_model(torch.randn(2, 3))
     again = hl.load_record(hl.save_record(record, tmp_path))
     assert again.places() == record.places()
     for place in ("fc", "fc:inputs", "fc.weight"):
@@ -75,9 +75,9 @@ def test_a_record_is_read_again_as_it_was(model, tmp_path):
     assert repr(again).splitlines()[0] == repr(record).splitlines()[0]
 
 
-def test_calls_and_gradients_stay_in_order(model, tmp_path):
-    with hl.capture(model, "fc", "fc:grad_output") as record:
-        model(torch.randn(2, 3)).sum().backward()
+def test_calls_and_gradients_stay_in_order(saved_model, tmp_path):
+    with hl.capture(saved_model, "fc", "fc:grad_output") as record:
+        saved_model(torch.randn(2, 3)).sum().backward()
     again = hl.load_record(hl.save_record(record, tmp_path))
     for n in range(2):
         assert torch.equal(again["fc", n], record["fc", n])
@@ -89,10 +89,10 @@ def test_calls_and_gradients_stay_in_order(model, tmp_path):
         again["fd"]
 
 
-def test_a_call_without_a_gradient_is_still_without_one(model, tmp_path):
-    with hl.capture(model, "fc:grad_output") as record:
-        model(torch.randn(2, 3))
-        model(torch.randn(2, 3)).sum().backward()
+def test_a_call_without_a_gradient_is_still_without_one(saved_model, tmp_path):
+    with hl.capture(saved_model, "fc:grad_output") as record:
+        saved_model(torch.randn(2, 3))
+        saved_model(torch.randn(2, 3)).sum().backward()
     assert record.calls("fc:grad_output")[0] is None
     again = hl.load_record(hl.save_record(record, tmp_path))
     assert [v is None for v in again.calls("fc:grad_output")] == [True, True, False, False]
@@ -139,9 +139,9 @@ def test_a_record_is_not_written_where_a_store_or_a_run_is(tmp_path):
         assert not (tmp_path / name / "record.json").exists()
 
 
-def test_a_file_where_the_folder_should_be_is_told_of(model, tmp_path):
-    with hl.capture(model, "fc") as record:
-        model(torch.randn(2, 3))
+def test_a_file_where_the_folder_should_be_is_told_of(saved_model, tmp_path):
+    with hl.capture(saved_model, "fc") as record:
+        saved_model(torch.randn(2, 3))
     (tmp_path / "file").write_text("mine")
     for name in ("file", "file/below"):
         with pytest.raises(hl.HooklineError, match=rf"'.*{name}'.*cannot be made a folder"):
@@ -154,9 +154,9 @@ def test_a_missing_record_names_what_writes_one(tmp_path):
         hl.load_record(tmp_path)
 
 
-def test_a_value_that_changed_since_is_refused(model, tmp_path):
-    with hl.capture(model, "fc") as record:
-        model(torch.randn(2, 3))
+def test_a_value_that_changed_since_is_refused(saved_model, tmp_path):
+    with hl.capture(saved_model, "fc") as record:
+        saved_model(torch.randn(2, 3))
     with torch.no_grad():
         record["fc", 0].zero_()
     with pytest.raises(hl.ValueChanged):

@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 import torch
-from helpers import assert_clean, weigh
 from models import Giving
+from oracles import assert_clean, weigh
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,12 +16,10 @@ import hookline as hl
 from hookline.compat.torch_tuner import Hooks
 
 # torch's own words on a reentrant checkpoint without gradients
-pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
+pytestmark = [
+    pytest.mark.usefixtures("seeded"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
 
 
 class Weighted(nn.Module):
@@ -29,7 +27,7 @@ class Weighted(nn.Module):
         return q * 2 + k.sin() * 3 + v * v
 
 
-class Nested(nn.Module):
+class TakesNested(nn.Module):
     def forward(self, first, others, *, mask=None):
         return first * 2 + others["a"][0].sin() + others["b"] * mask
 
@@ -78,7 +76,7 @@ CASES = {
         ["[0][0]", "[0][1]"],
     ),
     "nested, and by keyword": (
-        Nested,
+        TakesNested,
         lambda h, k: ((h(), {"a": [h()], "b": k()}), {"mask": h()}),
         ["[first]", "[others][a][0]", "[mask]"],
     ),
@@ -108,7 +106,7 @@ def expected(module, make, h, k):
     return output, torch.autograd.grad(weigh(output), copies, allow_unused=True)
 
 
-def shared(make, h, k):
+def made_of_leaf(make, h, k):
     """The arguments, and the leaf that the shared tensor is made of."""
     leaf = h.clone().requires_grad_()
     made = leaf * 1
@@ -129,7 +127,7 @@ def test_a_capture_refuses_on_read_what_the_graph_has_only_as_a_sum(case):
     module, make, names, h, k = prepared(case)
     parts = [f":grad_inputs{name}" for name in names]
     with hl.capture(module, ":grad_inputs", *parts) as record:
-        _, args, kwargs = shared(make, h, k)
+        _, args, kwargs = made_of_leaf(make, h, k)
         weigh(result(module(*args, **kwargs))).backward()
     for place in (":grad_inputs", *parts):
         with pytest.raises(hl.GradientNotAvailable, match=r"sum.*edit\(model, ':grad_in") as told:
@@ -143,7 +141,7 @@ def test_a_capture_refuses_on_read_what_the_graph_has_only_as_a_sum(case):
 def test_the_gradient_of_the_first_argument_alone_is_refused_too(case, beside):
     module, make, names, h, k = prepared(case)
     with hl.capture(module, ":grad_input", *beside) as record:
-        _, args, kwargs = shared(make, h, k)
+        _, args, kwargs = made_of_leaf(make, h, k)
         weigh(result(module(*args, **kwargs))).backward()
     # Where another tensor comes first, it needs no gradient.
     reason = "require grad" if names[0] == "[key]" else "sum"
@@ -215,7 +213,7 @@ def test_beside_an_edit_a_capture_is_exact_for_each_argument(case, outside):
     with contextlib.ExitStack() as stack:
         for verb in verbs[::-1] if outside else verbs:
             stack.enter_context(verb)
-        _, args, kwargs = shared(make, h, k)
+        _, args, kwargs = made_of_leaf(make, h, k)
         found = result(module(*args, **kwargs))
         weigh(found).backward()
     assert torch.equal(found, output)
@@ -283,7 +281,7 @@ def test_a_hook_sees_at_each_argument_its_own_gradient(case):
 
     used = [name for name, share in zip(names, shares, strict=True) if share is not None]
     with hl.hook(module, [f":grad_inputs{name}" for name in used], look):
-        _, args, kwargs = shared(make, h, k)
+        _, args, kwargs = made_of_leaf(make, h, k)
         found = result(module(*args, **kwargs))
         weigh(found).backward()
     assert torch.equal(found, output)
@@ -292,7 +290,7 @@ def test_a_hook_sees_at_each_argument_its_own_gradient(case):
     assert_clean(module)
 
 
-def by_hand(module, make, h, k, change, which):
+def gradient_through_views(module, make, h, k, change, which):
     """The same with views in place of the shared tensor, made outside, some of which are hooked."""
     leaf = h.clone().requires_grad_()
     made, count = leaf * 1, iter(range(9))
@@ -322,9 +320,11 @@ def test_an_edit_changes_each_argument_by_its_own_gradient(case):
         if case == "an argument that is not used" and place.endswith("[1]"):
             continue
         with hl.edit(module, place, change):
-            leaf, args, kwargs = shared(make, h, k)
+            leaf, args, kwargs = made_of_leaf(make, h, k)
             weigh(result(module(*args, **kwargs))).backward()
-        torch.testing.assert_close(leaf.grad, by_hand(module, make, h, k, change, which))
+        torch.testing.assert_close(
+            leaf.grad, gradient_through_views(module, make, h, k, change, which)
+        )
         assert_clean(module)
 
 
@@ -483,7 +483,7 @@ def test_torch_tuner_saves_for_each_argument_its_own_gradient(case, tmp_path, mo
     _, shares = expected(module, make, h, k)
     model = nn.ModuleDict({"layer": module})
     with Hooks(model, "layer").register_fbh(visualize=True):
-        _, args, kwargs = shared(make, h, k)
+        _, args, kwargs = made_of_leaf(make, h, k)
         weigh(result(module(*args, **kwargs))).backward()
     files = sorted(tmp_path.rglob("grad_input_*.pt"))
     found = [torch.load(file, weights_only=True) for file in files]

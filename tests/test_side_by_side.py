@@ -1,17 +1,12 @@
 """The comparison with other libraries: its probes, tasks and page, tried on what is installed."""
 
-from pathlib import Path
-
 import pytest
 import torch
+from environment import ROOT
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+pytestmark = pytest.mark.usefixtures("benchmarks_are_importable")
+BENCHMARKS = ROOT / "benchmarks"
 TINY_TASKS = ("blocks", "all", "edit", "gradient", "stop", "disk")
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_are_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def probe_all(name, leave_out=()):
@@ -109,7 +104,7 @@ def test_a_wrong_answer_is_seen():
         assert not work.right(work.make()())
 
 
-def results():
+def measured():
     from peers import LEFT_OUT
     from peers.probes import PROBES
     from peers.tasks import TASKS
@@ -132,7 +127,7 @@ def results():
 def test_the_page_shows_ratios_verdicts_and_reasons():
     from peers.page import page
 
-    text = page(results())
+    text = page(measured())
     rows = [line for line in text.splitlines() if line.startswith("| T |")]
     assert rows[0].startswith("| T | 1.23 | wrong <sup>1</sup> | – |")
     assert rows[1].startswith("| T | 4.00 | – |")

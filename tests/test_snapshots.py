@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean
 from models import Giving
+from oracles import assert_clean
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import dlpack
@@ -19,7 +19,7 @@ from hookline.values.snapshots import same_bits, settle, snapshot
 BASE = torch.arange(6.0).reshape(2, 3) + 1
 
 
-def captured(value, **options) -> hl.Record:
+def captured_output(value, **options) -> hl.Record:
     model = Giving(lambda: value)
     with hl.capture(model, "", **options) as record:
         assert model() is value
@@ -52,7 +52,7 @@ each_route = pytest.mark.parametrize("write", ROUTES.values(), ids=list(ROUTES))
 @each_route
 def test_a_value_without_gradient_stays_as_it_was(write):
     value = BASE.clone()
-    record = captured(value)
+    record = captured_output(value)
     write(value)
     assert torch.equal(record[""], BASE)
     assert not torch.equal(value, BASE)
@@ -61,7 +61,7 @@ def test_a_value_without_gradient_stays_as_it_was(write):
 @each_route
 def test_a_detached_value_stays_as_it_was(write):
     value = BASE.clone().requires_grad_() * 1
-    record = captured(value, detach=True)
+    record = captured_output(value, detach=True)
     write(value)
     assert not record[""].requires_grad
     assert torch.equal(record[""], BASE)
@@ -70,7 +70,7 @@ def test_a_detached_value_stays_as_it_was(write):
 @each_route
 def test_a_value_in_a_structure_stays_as_it_was(write):
     value = BASE.clone()
-    record = captured({"h": (value, value[:1])})
+    record = captured_output({"h": (value, value[:1])})
     write(value)
     assert torch.equal(record["[h][0]"], BASE)
     assert torch.equal(record["[h][1]"], BASE[:1])
@@ -81,7 +81,7 @@ def test_a_value_in_a_structure_stays_as_it_was(write):
 )
 def test_reading_an_attached_value_that_was_changed_raises(write):
     value = BASE.clone().requires_grad_() * 1
-    record = captured(value)
+    record = captured_output(value)
     assert record[""] is value
     write(value)
     with pytest.raises(hl.ValueChanged, match=r"changed.*detach=True"):
@@ -91,7 +91,7 @@ def test_reading_an_attached_value_that_was_changed_raises(write):
 
 def test_reading_an_attached_value_whose_memory_was_freed_raises():
     value = BASE.clone().requires_grad_() * 1
-    record = captured(value)
+    record = captured_output(value)
     value.untyped_storage().resize_(0)
     repr(record)
     with pytest.raises(hl.ValueChanged):
@@ -100,7 +100,7 @@ def test_reading_an_attached_value_whose_memory_was_freed_raises():
 
 def test_a_snapshot_outlives_the_memory_of_its_original():
     value = BASE.clone()
-    record = captured(value)
+    record = captured_output(value)
     value.untyped_storage().resize_(0)
     assert torch.equal(record[""], BASE)
 
@@ -108,7 +108,7 @@ def test_a_snapshot_outlives_the_memory_of_its_original():
 @pytest.mark.parametrize("write", [ROUTES["in place"], ROUTES[".data"], ROUTES["storage"]])
 def test_writing_to_what_was_captured_does_not_reach_the_model(write):
     value = BASE.clone()
-    record = captured(value)
+    record = captured_output(value)
     write(record[""])
     assert torch.equal(value, BASE)
 
@@ -130,7 +130,7 @@ ALIASES: dict[str, Callable[[Tensor], object]] = {
 def test_an_alias_made_before_does_not_write_into_a_snapshot(alias):
     value = BASE.clone()
     other = alias(value)
-    record = captured(value)
+    record = captured_output(value)
     other.fill_(9)
     assert torch.equal(record[""], BASE)
     assert (value == 9).any()  # and the alias still is one
@@ -141,7 +141,7 @@ def test_a_tensor_that_is_an_alias_stays_as_it_was(alias):
     original = BASE.clone()
     value = alias(original)
     before = value.clone()
-    record = captured(value)
+    record = captured_output(value)
     original.fill_(9)
     assert torch.equal(record[""], before)
     assert (value == 9).all()
@@ -150,7 +150,7 @@ def test_a_tensor_that_is_an_alias_stays_as_it_was(alias):
 def test_a_buffer_that_is_shared_with_python_stays_as_it_was():
     raw = bytearray(BASE.numpy().tobytes())
     value = torch.frombuffer(raw, dtype=torch.float32)
-    record = captured(value)
+    record = captured_output(value)
     raw[:] = b"\1" * len(raw)
     assert torch.equal(record[""], BASE.view(-1))
 
@@ -272,7 +272,7 @@ def test_buffers_parameters_and_the_models_arguments_keep_their_addresses():
 def test_values_stay_as_they_were_in_inference_mode():
     with torch.inference_mode():
         value = BASE.clone()
-        record = captured((value, value.view(-1)))
+        record = captured_output((value, value.view(-1)))
         value.fill_(9)
         assert torch.equal(record["[0]"], BASE)
     assert torch.equal(record["[1]"], BASE.view(-1))
@@ -413,13 +413,13 @@ KINDS = {
 }
 
 
-def make(kind: str) -> Tensor:
+def tensor_of_kind(kind: str) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # prototypes and deprecations, all torch's own
         return KINDS[kind]()
 
 
-def bits(tensor: Tensor) -> Tensor:
+def dense_bits(tensor: Tensor) -> Tensor:
     dense = strided(tensor).detach().resolve_conj().resolve_neg().contiguous()
     return dense.reshape(-1).view(torch.uint8).clone()
 
@@ -427,9 +427,9 @@ def bits(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tensor_is_captured_with_its_values_and_its_layout(kind, detach):
-    value = make(kind)
-    before = bits(value)
-    record = captured(value, detach=detach)
+    value = tensor_of_kind(kind)
+    before = dense_bits(value)
+    record = captured_output(value, detach=detach)
     text = repr(record) + record._repr_html_()
     assert str(value.dtype).removeprefix("torch.") in text
     assert isinstance(record.nbytes, int)
@@ -442,14 +442,14 @@ def test_every_kind_of_tensor_is_captured_with_its_values_and_its_layout(kind, d
         assert kept.shape == value.shape
     if kind in ("channels last", "transposed", "strided"):
         assert kept.stride() == value.stride()
-    assert torch.equal(bits(kept), before)
-    assert torch.equal(bits(value), before)
+    assert torch.equal(dense_bits(kept), before)
+    assert torch.equal(dense_bits(value), before)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_mapped_file_is_captured_as_it_was(tmp_path, shared):
     value = mapped(tmp_path, shared)
-    record = captured(value)
+    record = captured_output(value)
     value.fill_(9)
     assert torch.equal(record[""], BASE.view(-1))
 
@@ -464,23 +464,23 @@ def test_a_mapped_file_is_captured_as_it_was(tmp_path, shared):
     ],
 )
 def test_every_kind_of_tensor_stays_as_it_was(kind):
-    value = make(kind)
-    before = bits(value)
-    record = captured(value)
+    value = tensor_of_kind(kind)
+    before = dense_bits(value)
+    record = captured_output(value)
     value.fill_(0)
-    assert torch.equal(bits(record[""]), before)
+    assert torch.equal(dense_bits(record[""]), before)
 
 
 def test_the_values_of_a_sparse_tensor_stay_as_they_were():
-    for value in (BASE.to_sparse().coalesce(), make("sparse csr")):
-        record = captured(value)
+    for value in (BASE.to_sparse().coalesce(), tensor_of_kind("sparse csr")):
+        record = captured_output(value)
         value.values().zero_()
         assert torch.equal(record[""].to_dense(), BASE)
 
 
 def test_a_quantised_tensor_stays_as_it_was():
-    value = make("quantised")
-    record = captured(value)
+    value = tensor_of_kind("quantised")
+    record = captured_output(value)
     value.copy_(torch.zeros(2, 3))
     assert torch.equal(record[""].dequantize(), BASE)
 
@@ -488,7 +488,7 @@ def test_a_quantised_tensor_stays_as_it_was():
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_meta_tensor_is_captured(grad):
     value = torch.empty(2, 3, device="meta", requires_grad=grad)
-    record = captured(value)
+    record = captured_output(value)
     assert record[""].is_meta
     assert record[""].shape == (2, 3)
     assert (record[""] is value) == grad
@@ -498,7 +498,7 @@ def test_a_meta_tensor_is_captured(grad):
 def test_a_fake_tensor_is_captured():
     with FakeTensorMode() as mode:
         value = mode.from_tensor(BASE)
-        record = captured(value)
+        record = captured_output(value)
     assert type(record[""]) is type(value)
     assert record[""].shape == (2, 3)
     repr(record)
@@ -515,8 +515,8 @@ def test_a_distributed_tensor_is_captured(grad):
         mesh = init_device_mesh("cpu", (2,))
         local = BASE.clone()
         value = DTensor.from_local(local, mesh, [Shard(0)], run_check=False).requires_grad_(grad)
-        record = captured(value)
-        snapped = captured(value, detach=True)
+        record = captured_output(value)
+        snapped = captured_output(value, detach=True)
         assert isinstance(record[""], DTensor)
         assert (record[""] is value) == grad
         local.fill_(9)
@@ -528,13 +528,13 @@ def test_a_distributed_tensor_is_captured(grad):
 
 
 def test_a_complex_value_keeps_its_imaginary_part_when_the_precision_changes():
-    record = captured(torch.complex(BASE, BASE), dtype=torch.float64)
+    record = captured_output(torch.complex(BASE, BASE), dtype=torch.float64)
     assert torch.equal(record[""], torch.complex(BASE, BASE).to(torch.complex128))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_whole_numbers_keep_their_dtype_when_the_precision_changes(dtype):
-    record = captured((BASE, torch.arange(3), BASE > 2), dtype=dtype)
+    record = captured_output((BASE, torch.arange(3), BASE > 2), dtype=dtype)
     assert [part.dtype for part in record[""]] == [dtype, torch.int64, torch.bool]
 
 

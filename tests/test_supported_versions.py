@@ -5,14 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
+from environment import ROOT
 
 from hookline import supported_versions
 from hookline.supported_versions import NEWEST_TORCH, OLDEST_TORCH, PYTHONS, is_tested_torch
 
-ROOT = Path(__file__).parents[1]
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OLDEST, NEWEST = (".".join(map(str, version)) for version in (OLDEST_TORCH, NEWEST_TORCH))
 BEFORE_OLDEST = f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1] - 1}"

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, assert_same_state, state_bits
+from oracles import assert_clean, assert_same_state, state_bits
 from torch import nn
 
 import hookline as hl
@@ -38,7 +38,7 @@ CORRUPT = torch.tensor([[1, 0, 3, 4], [5, 0, 7, 1]])
 
 
 @torch.no_grad()
-def by_hand(model, clean, corrupt, name, position, measure=metric):
+def patched_by_hand(model, clean, corrupt, name, position, measure=metric):
     """Patch one place with a plain hook."""
     module, kept = model.get_submodule(name), []
     handle = module.register_forward_hook(lambda m, i, o: kept.append(o.clone()))
@@ -75,7 +75,7 @@ def test_a_sweep_gives_what_patching_by_hand_gives(batch_size, positions):
     assert found.corrupt == pytest.approx(corrupt)
     assert found.clean == pytest.approx(clean)
     for effect in found:
-        expected = by_hand(model, CLEAN, CORRUPT, effect.place, effect.position)
+        expected = patched_by_hand(model, CLEAN, CORRUPT, effect.place, effect.position)
         assert effect.value == pytest.approx(expected, abs=1e-6)
         assert effect.change == pytest.approx(expected - corrupt, abs=1e-6)
         assert effect.share == pytest.approx((expected - corrupt) / (clean - corrupt), abs=1e-5)
@@ -360,7 +360,9 @@ def test_models_that_mix_samples_run_one_change_at_a_time():
     model, clean, corrupt = Mean(), torch.randn(2, 3), torch.randn(2, 3)
     found = hl.sweep(model, clean, corrupt, "fc", lambda out: out[0, 0], positions="all")
     for effect in found:
-        expected = by_hand(model, clean, corrupt, "fc", effect.position, lambda out: out[0, 0])
+        expected = patched_by_hand(
+            model, clean, corrupt, "fc", effect.position, lambda out: out[0, 0]
+        )
         assert effect.value == pytest.approx(expected, abs=1e-5)
     assert found.notes == [
         "one change a forward: copies of the batch in one forward do not give what it gives alone"
@@ -392,7 +394,7 @@ def test_mixing_that_copies_of_one_batch_do_not_show_is_found(part, batch_size, 
     found = hl.sweep(model, clean, corrupt, "fc", measure, positions="all", batch_size=batch_size)
     assert found.notes == ["one change a forward: the samples of a batch mix"]
     for effect in found:
-        expected = by_hand(model, clean, corrupt, "fc", effect.position, measure)
+        expected = patched_by_hand(model, clean, corrupt, "fc", effect.position, measure)
         assert effect.value == pytest.approx(expected, abs=1e-6)
 
 
@@ -415,7 +417,7 @@ def test_mixing_in_one_direction_is_found_too(batch_size, back):
     model, clean, corrupt = Before(back), torch.randn(1, 3), torch.randn(1, 3)
     found = hl.sweep(model, clean, corrupt, "fc", torch.sum, positions="all", batch_size=batch_size)
     for effect in found:
-        expected = by_hand(model, clean, corrupt, "fc", effect.position, torch.sum)
+        expected = patched_by_hand(model, clean, corrupt, "fc", effect.position, torch.sum)
         assert effect.value == pytest.approx(expected, abs=1e-5)
     assert found.notes == ["one change a forward: the samples of a batch mix"]
 
@@ -484,7 +486,7 @@ def test_what_is_as_long_as_some_copies_is_not_taken_for_their_rows(batch_size):
     assert (found.runs < 12) == (batch_size > 3)  # three copies alone do not tell them apart
     for place in found.places:
         for position in range(4):
-            expected = by_hand(model, CLEAN, CORRUPT, place, position, measure)
+            expected = patched_by_hand(model, CLEAN, CORRUPT, place, position, measure)
             assert found[place, position].value == pytest.approx(expected, abs=1e-3)
 
 
@@ -508,7 +510,7 @@ def test_numbers_that_are_no_tensors_are_those_of_the_batch_alone(tell):
 
     found = hl.sweep(model, CLEAN, CORRUPT, "blocks.*", measure)
     for place in found.places:
-        expected = by_hand(model, CLEAN, CORRUPT, place, None, measure)
+        expected = patched_by_hand(model, CLEAN, CORRUPT, place, None, measure)
         assert found[place].value == pytest.approx(expected, abs=1e-4)
     assert found.notes[0].startswith("one change a forward: ")
 
@@ -535,7 +537,7 @@ def test_a_model_may_refuse_copies_of_the_batch_in_any_way(error, said):
         f"one change a forward: copies of the batch cannot be run together: {said}"
     ]
     for place in found.places:
-        expected = by_hand(model, CLEAN, CORRUPT, place, None)
+        expected = patched_by_hand(model, CLEAN, CORRUPT, place, None)
         assert found[place].value == pytest.approx(expected, abs=1e-5)
 
 
@@ -648,7 +650,7 @@ def test_batches_of_different_lengths_need_positions_that_both_have(clean, corru
             hl.sweep(model, clean, corrupt, "embed", torch.sum, positions=positions)
     found = hl.sweep(model, clean, corrupt, "embed", torch.sum, positions=[0, 4])
     for effect in found:
-        expected = by_hand(model, clean, corrupt, "embed", effect.position, torch.sum)
+        expected = patched_by_hand(model, clean, corrupt, "embed", effect.position, torch.sum)
         assert effect.value == pytest.approx(expected, abs=1e-5)
     shapes = f"{(*clean.shape, 4)} and {(*corrupt.shape, 4)} at 'embed'"
     assert found.notes == [f"clean and corrupt values differ in shape: {shapes}"]

@@ -6,11 +6,11 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from environment import ROOT
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("benchmarks_are_importable")
 BENCHMARKS = ROOT / "benchmarks"
 FILES = (
     "overhead", "compiled", "side_by_side", "summary", "store", "harvest", "guard", "watch",
@@ -18,13 +18,8 @@ FILES = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_are_importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 @pytest.fixture
-def folder(tmp_path):
+def results_folder(tmp_path):
     """A copy of the results, to be spoiled."""
     return shutil.copytree(BENCHMARKS / "results", tmp_path / "results")
 
@@ -68,24 +63,26 @@ def numbers_in(part):
     return [float(one.replace(",", "")) for one in re.findall(r"\d[\d,]*\.?\d*", part)]
 
 
-def test_a_table_says_what_the_json_says(folder):
+def test_a_table_says_what_the_json_says(results_folder):
     from tables import Results
 
-    guard = json.loads((folder / "guard.json").read_text())
+    guard = json.loads((results_folder / "guard.json").read_text())
     guard["variants"]["guard"] |= {"ms": 123.4, "ratio": 1.0701, "by medians": 1.02, "goal": 1.05}
-    (folder / "guard.json").write_text(json.dumps(guard))
+    (results_folder / "guard.json").write_text(json.dumps(guard))
     (row,) = (
-        line for line in Results(folder).part("guard table").splitlines() if "`guard`" in line
+        line
+        for line in Results(results_folder).part("guard table").splitlines()
+        if "`guard`" in line
     )
     assert row == "| `guard` | 123 | 1.07 × | 1.02 × | ≤ 1.05 × | missed |"
-    assert Results(folder).part("guard line") == "1.07 × (goal ≤ 1.05 ×: missed)"
-    assert Results(folder).part("guard count") == "0 of 1"
+    assert Results(results_folder).part("guard line") == "1.07 × (goal ≤ 1.05 ×: missed)"
+    assert Results(results_folder).part("guard count") == "0 of 1"
 
 
-def test_what_hookline_adds_is_told_a_place_and_over_raw_hooks(folder):
+def test_what_hookline_adds_is_told_a_place_and_over_raw_hooks(results_folder):
     from tables import Results
 
-    overhead = json.loads((folder / "overhead.json").read_text())
+    overhead = json.loads((results_folder / "overhead.json").read_text())
     case = overhead["cases"][0]
     for name, added in {
         "raw": 100.0,
@@ -96,56 +93,56 @@ def test_what_hookline_adds_is_told_a_place_and_over_raw_hooks(folder):
     }.items():
         case["variants"][name]["added_us"] = added
     case["places"], case["variants"]["bare"]["fast_us"] = 10, 2500.0
-    (folder / "overhead.json").write_text(json.dumps(overhead))
-    row = Results(folder).part("overhead values").splitlines()[4]
+    (results_folder / "overhead.json").write_text(json.dumps(overhead))
+    row = Results(results_folder).part("overhead values").splitlines()[4]
     told = numbers_in(row.partition("elements |")[2])
     assert told == [2.5, 10, 15, 1.5, 14, 1.4, 12.5, 1.25, 1.1]
 
 
-def test_a_goal_that_a_raw_write_misses_too_is_marked(folder):
+def test_a_goal_that_a_raw_write_misses_too_is_marked(results_folder):
     from tables import Results
 
-    store = json.loads((folder / "store.json").read_text())
+    store = json.loads((results_folder / "store.json").read_text())
     for case in store.values():
         if isinstance(case, dict) and "save_file per batch" in case:
             row = {"GB/s": 1.0, "ratio": 1.5, "goal": 2.0, "raw": 1.9}
             case["save_file per batch"] = row | {"something new": 1}
             case["torch.save per batch"] = row | {"raw": 2.1}
-    (folder / "store.json").write_text(json.dumps(store))
-    lines = Results(folder).part("store writes").splitlines()
+    (results_folder / "store.json").write_text(json.dumps(store))
+    lines = Results(results_folder).part("store writes").splitlines()
     marked = {line.split(" | ")[0]: line.count("†") for line in lines}
     assert (marked["| save\\_file per batch"], marked["| torch.save per batch"]) == (4, 0)
 
 
-def test_a_summary_without_torchinfo_beside_it_says_so(folder):
+def test_a_summary_without_torchinfo_beside_it_says_so(results_folder):
     from tables import Results
 
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((results_folder / "summary.json").read_text())
     for found in summary["µs"].values():
         del found["torchinfo"]
-    (folder / "summary.json").write_text(json.dumps(summary))
-    assert Results(folder).part("summary line") == "torchinfo was not installed"
-    assert Results(folder).part("summary count") == "4 of 4"
+    (results_folder / "summary.json").write_text(json.dumps(summary))
+    assert Results(results_folder).part("summary line") == "torchinfo was not installed"
+    assert Results(results_folder).part("summary count") == "4 of 4"
 
 
-def test_probes_of_the_readme_are_those_of_the_json(folder):
+def test_probes_of_the_readme_are_those_of_the_json(results_folder):
     from tables import Results
 
-    found = json.loads((folder / "side_by_side.json").read_text())
+    found = json.loads((results_folder / "side_by_side.json").read_text())
     found["features"]["hookline"]["only the calls of one's own thread"]["verdict"] = "silent"
     found["features"]["nnsight"]["only the calls of one's own thread"]["verdict"] = "absent"
-    (folder / "side_by_side.json").write_text(json.dumps(found))
-    text = Results(folder).part("side_by_side probes")
+    (results_folder / "side_by_side.json").write_text(json.dumps(found))
+    text = Results(results_folder).part("side_by_side probes")
     assert re.search(r"own thread \| \w+ \| silent \| – \|", text)
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", "{}", '{"machine": 3}', b"\xff\xfe"])
-def test_a_missing_or_foreign_file_is_named_with_what_makes_it(folder, file, content):
+def test_a_missing_or_foreign_file_is_named_with_what_makes_it(results_folder, file, content):
     from measured import PARTS
     from tables import Results, Unusable
 
-    path = folder / f"{file}.json"
+    path = results_folder / f"{file}.json"
     path.unlink()
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -153,15 +150,15 @@ def test_a_missing_or_foreign_file_is_named_with_what_makes_it(folder, file, con
     assert parts
     for name in parts:
         with pytest.raises(Unusable, match=rf"(?s){file}\.json.*{file}\.py"):
-            Results(folder).part(name)
+            Results(results_folder).part(name)
 
 
-def test_one_benchmark_s_file_in_place_of_another_is_told(folder):
+def test_one_benchmark_s_file_in_place_of_another_is_told(results_folder):
     from tables import Results, Unusable
 
-    shutil.copy(folder / "guard.json", folder / "watch.json")
+    shutil.copy(results_folder / "guard.json", results_folder / "watch.json")
     with pytest.raises(Unusable, match=r"watch\.json is not what benchmarks/watch\.py writes"):
-        Results(folder).part("watch table")
+        Results(results_folder).part("watch table")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +189,7 @@ def run_in_a_copy(tmp_path, *options):
 
 
 @pytest.fixture
-def tree(tmp_path):
+def copied_tree(tmp_path):
     """A copy of what the benchmarks and the tables read, without what was left by runs here."""
     for name in ("benchmarks", "docs", "tests/zoo"):
         ignored = shutil.ignore_patterns("images", "latest")
@@ -201,7 +198,7 @@ def tree(tmp_path):
     return tmp_path
 
 
-def contents(tree):
+def contents_of_tree(tree):
     """All files, but those that a benchmark leaves for `make tables`."""
     files = [path for path in tree.rglob("*") if path.is_file() and "latest" not in path.parts]
     return {str(path.relative_to(tree)): path.read_bytes() for path in files}
@@ -216,20 +213,22 @@ def contents(tree):
         pytest.param("guard.py --rounds 1", marks=pytest.mark.slow),
     ],
 )
-def test_a_benchmark_changes_no_document_and_no_result(tree, command):
+def test_a_benchmark_changes_no_document_and_no_result(copied_tree, command):
     name, *options = command.split()
-    before = contents(tree)
+    before = contents_of_tree(copied_tree)
     done = subprocess.run(
-        [sys.executable, str(tree / "benchmarks" / name), *options],
-        capture_output=True, text=True, cwd=tree, check=False,
+        [sys.executable, str(copied_tree / "benchmarks" / name), *options],
+        capture_output=True, text=True, cwd=copied_tree, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    left = tree / "benchmarks" / "latest" / f"{name.removesuffix('.py')}-partial.json"
+    left = copied_tree / "benchmarks" / "latest" / f"{name.removesuffix('.py')}-partial.json"
     assert json.loads(left.read_text())
     assert f"{left.name} (not for the documents)" in done.stdout
-    assert run_in_a_copy(tree).stdout == "All tables are up to date.\n"  # nothing is taken over
-    assert contents(tree) == before
+    assert (
+        run_in_a_copy(copied_tree).stdout == "All tables are up to date.\n"
+    )  # nothing is taken over
+    assert contents_of_tree(copied_tree) == before
 
 
 def test_only_one_file_says_where_benchmarks_leave_what_they_measure():
@@ -239,49 +238,49 @@ def test_only_one_file_says_where_benchmarks_leave_what_they_measure():
         assert f'write("{name}",' in sources[f"{name}.py"], name
 
 
-def test_what_was_measured_in_full_is_taken_over_with_the_documents(tree):
-    results, latest = tree / "benchmarks" / "results", tree / "benchmarks" / "latest"
+def test_what_was_measured_in_full_is_taken_over_with_the_documents(copied_tree):
+    results, latest = copied_tree / "benchmarks" / "results", copied_tree / "benchmarks" / "latest"
     latest.mkdir()
     watch = json.loads((results / "watch.json").read_text())
     watch["watch, every=50"]["ratio"] = 1.2345
     (latest / "watch.json").write_text(json.dumps(watch))
     (latest / "zoo.md").write_text("# Another page\n")
-    before = contents(tree)
-    assert run_in_a_copy(tree, "--check").returncode == 0  # what is committed agrees
-    assert contents(tree) == before
-    assert run_in_a_copy(tree).stdout.startswith(
+    before = contents_of_tree(copied_tree)
+    assert run_in_a_copy(copied_tree, "--check").returncode == 0  # what is committed agrees
+    assert contents_of_tree(copied_tree) == before
+    assert run_in_a_copy(copied_tree).stdout.startswith(
         "benchmarks/latest/watch.json: taken over\nbenchmarks/latest/zoo.md: taken over\n"
     )
     assert json.loads((results / "watch.json").read_text()) == watch
-    assert (tree / "benchmarks" / "zoo.md").read_text() == "# Another page\n"
-    assert "1.23" in (tree / "docs" / "performance.md").read_text()
+    assert (copied_tree / "benchmarks" / "zoo.md").read_text() == "# Another page\n"
+    assert "1.23" in (copied_tree / "docs" / "performance.md").read_text()
     assert list(latest.iterdir()) == []
-    assert run_in_a_copy(tree).stdout == "All tables are up to date.\n"
+    assert run_in_a_copy(copied_tree).stdout == "All tables are up to date.\n"
 
 
-def test_a_result_that_makes_no_table_is_not_taken_over(tree):
-    latest = tree / "benchmarks" / "latest"
+def test_a_result_that_makes_no_table_is_not_taken_over(copied_tree):
+    latest = copied_tree / "benchmarks" / "latest"
     latest.mkdir()
     (latest / "watch.json").write_text("{}")
-    before = contents(tree)
-    done = run_in_a_copy(tree)
+    before = contents_of_tree(copied_tree)
+    done = run_in_a_copy(copied_tree)
     assert (done.returncode, done.stdout) == (2, "")
     assert "latest/watch.json is not what benchmarks/watch.py writes" in done.stderr
-    assert contents(tree) == before
+    assert contents_of_tree(copied_tree) == before
     assert (latest / "watch.json").exists()
 
 
-def test_the_command_checks_writes_and_says_what_is_missing(tree):
-    readme = tree / "README.md"
+def test_the_command_checks_writes_and_says_what_is_missing(copied_tree):
+    readme = copied_tree / "README.md"
     text = readme.read_text()
     readme.write_text(re.sub(r"(<!-- measured: watch line -->).*?(<!--)", r"\g<1>0.5 ×\2", text))
-    old = run_in_a_copy(tree, "--check")
+    old = run_in_a_copy(copied_tree, "--check")
     assert (old.returncode, old.stderr) == (1, "")
     assert old.stdout == "README.md: not up to date\nWrite them with: make tables\n"
-    assert run_in_a_copy(tree).stdout == "README.md: written\n"
+    assert run_in_a_copy(copied_tree).stdout == "README.md: written\n"
     assert readme.read_text() == text
-    (tree / "benchmarks" / "results" / "page.json").unlink()
-    missing = run_in_a_copy(tree)
+    (copied_tree / "benchmarks" / "results" / "page.json").unlink()
+    missing = run_in_a_copy(copied_tree)
     assert (missing.returncode, missing.stdout) == (2, "")
     assert "page.json. Measure it again: python benchmarks/page.py" in missing.stderr
     assert "Traceback" not in missing.stderr

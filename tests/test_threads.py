@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import assert_clean
 from models import Recursive, small
+from oracles import assert_clean
 from torch import nn
 
 import hookline as hl

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.fsdp
-from helpers import since_the_reset
+from environment import since_the_reset
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -425,12 +425,12 @@ def enter_once(context):
     context.remove()
 
 
-class Attending(nn.Module):
+class Softmax(nn.Module):
     def forward(self, x):
         return nn.functional.softmax(x, dim=-1)
 
 
-MODEL = nn.Sequential(nn.Linear(2, 2), Attending())
+MODEL = nn.Sequential(nn.Linear(2, 2), Softmax())
 USES = {
     "capture": (lambda: enter_once(hl.capture(MODEL, "0")), {"core"}),
     "hook": (lambda: enter_once(hl.hook(MODEL, "0", nothing)), {"core"}),

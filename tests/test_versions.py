@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from environment import ROOT
 
 
 def report(*cases):

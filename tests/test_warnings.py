@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import weigh
-from models import small
+from models import OneOfTwo, small
+from oracles import weigh
+from stores import killed_before_the_commit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.compat import nethook
 from hookline.compat.torch_tuner import Hooks
-from hookline.storage import store_files
-from hookline.storage import store_writer as store_writing
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -31,17 +30,6 @@ def library():
     names = {}
     exec(compile("def run(model, x):\n    return model(x)\n", INSTALLED, "exec"), names)
     return names
-
-
-class OneOfTwo(nn.Module):
-    """Has two layers and runs the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.a(x)
 
 
 def never_entered(folder):
@@ -94,40 +82,31 @@ def watched_in_vain(folder):
         watching.step()
 
 
-def _killed_in_an_append(folder):
+def _store_of_a_killed_writer(folder):
     """A store whose writer died when its rows were written and its index was not."""
-
-    def die(*_):
-        raise KeyboardInterrupt
-
     writer = hl.Store.create(folder / "store", rank=0)
     writer.append({"h": torch.ones(1, 2)})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_writing.StoreWriter, "_take_back", lambda *_: None)
-        patch.setattr(store_files.IndexFile, "write", die)
-        with pytest.raises(KeyboardInterrupt):
-            writer.append({"h": torch.ones(1, 2)})
-    writer._held.close()  # as the end of a process does
+    killed_before_the_commit(writer, {"h": torch.ones(1, 2)})
     return folder / "store"
 
 
 def a_store_is_opened_that_was_cut(folder):
-    path = _killed_in_an_append(folder)
+    path = _store_of_a_killed_writer(folder)
     hl.Store.open(path)  # here
 
 
 def a_store_is_resumed_that_was_cut(folder):
-    path = _killed_in_an_append(folder)
+    path = _store_of_a_killed_writer(folder)
     hl.Store.create(path, rank=0, resume=True).close()  # here
 
 
 def measured_in_vain(folder):
-    with hl.measure(OneOfTwo(), ["a", "b"], statistics=[hl.Mean()]):  # here
+    with hl.measure(OneOfTwo(), ["used", "unused"], statistics=[hl.Mean()]):  # here
         pass
 
 
 def measured_in_vain_over_data(folder):
-    hl.measure(OneOfTwo(), ["a", "b"], data=[X], statistics=[hl.Mean()])  # here
+    hl.measure(OneOfTwo(), ["used", "unused"], data=[X], statistics=[hl.Mean()])  # here
 
 
 def images_measured_by_column(folder):

@@ -1,93 +1,22 @@
-"""Watching: plain hooks of torch and numpy are the oracle; the training itself must not change."""
+"""watch: what is measured, which steps count, and a training that is left unchanged."""
 
-import copy
 import json
-import logging
 import math
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
-import accelerate
 import numpy as np
 import pytest
 import torch
-from helpers import assert_clean, hooks_left
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from oracles import assert_clean, hooks_left, same_tensors
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from trainings import assert_measured, fresh, labelled_batch, train
 
 import hookline as hl
-from hookline.training.run_files import STATISTICS
-from hookline.training.writers import Writer
 
-
-class Net(nn.Module):
-    """Dropout and BatchNorm, a parameter of its own, an in-place function, a residual."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.act = nn.ReLU(inplace=True)
-        self.drop = nn.Dropout(0.3)
-        self.last = nn.Linear(8, 3)
-        self.gain = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        h = self.drop(self.act(self.norm(self.first(x))))
-        return self.last(h + h * self.gain)
-
-
-def batch(step, size=16):
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(size, 6, generator=generator)
-    return x, torch.randint(0, 3, (size,), generator=generator)
-
-
-def train(model, optimizer, steps, parts=1, after=None, first=0):
-    """Train, and give the bits of all outputs, gradients, parameters and buffers."""
-    seen = []
-    for step in range(first, first + steps):
-        x, y = batch(step)
-        for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            out = model(part_x)
-            (F.cross_entropy(out, part_y) / parts).backward()
-            seen.append(out.detach().clone())
-        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        if after is not None:
-            after(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen += [t.clone() for t in model.state_dict().values()]
-    return seen
-
-
-def fresh(seed=0, make=Net, **options):
-    torch.manual_seed(seed)
-    model = make()
-    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, **options)
-
-
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def close(measured, place, kind, values, **tolerance):
-    """Compare what was measured with the values themselves."""
-    found = measured[place, kind]
-    values = torch.as_tensor(values).detach().double().numpy()
-    expected = {
-        "mean": values.mean(), "std": values.std(), "absmax": np.abs(values).max(),
-        "norm": np.sqrt((values**2).sum()), "zeros": (values == 0).mean(), "nonfinite": 0.0,
-    }  # fmt: skip
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, **({"rel": 1e-4, "abs": 1e-7} | tolerance)), name
-
-
-# -- what is measured ------------------------------------------------------------------------------
+# -- what is measured -----------------------------------------------------------------------------
 
 
 def test_all_is_measured_as_plain_hooks_see_it():
@@ -116,13 +45,13 @@ def test_all_is_measured_as_plain_hooks_see_it():
             measured = found[-1]
             assert measured.step == step
             for name, value in outputs.items():
-                close(measured, name, "output", value)
-                close(measured, name, "grad", grads[name])
+                assert_measured(measured, name, "output", value)
+                assert_measured(measured, name, "grad", grads[name])
             for name, parameter in model.named_parameters():
-                close(measured, name, "weight", parameter)
-                close(measured, name, "weight_grad", raw[name])
+                assert_measured(measured, name, "weight", parameter)
+                assert_measured(measured, name, "weight_grad", raw[name])
                 update = parameter.detach() - weights[name]
-                close(measured, name, "update", update)
+                assert_measured(measured, name, "update", update)
                 ratio = update.norm() / weights[name].norm() if weights[name].any() else math.nan
                 assert measured[name, "update"]["ratio"] == pytest.approx(
                     float(ratio), rel=1e-4, nan_ok=True
@@ -297,10 +226,10 @@ def test_a_nested_output_is_measured_at_its_first_tensor():
         model(x).backward()
         watching.step()
     a = 2 * model.inner(x)
-    close(watching.last, "pair", "output", a)
-    close(watching.last, "pair", "grad", torch.ones(4, 2))
-    close(watching.last, "pair[b][0]", "output", 1.5 * a)
-    close(watching.last, "pair[b][0]", "grad", torch.full((4, 2), 5.0))
+    assert_measured(watching.last, "pair", "output", a)
+    assert_measured(watching.last, "pair", "grad", torch.ones(4, 2))
+    assert_measured(watching.last, "pair[b][0]", "output", 1.5 * a)
+    assert_measured(watching.last, "pair[b][0]", "grad", torch.full((4, 2), 5.0))
 
 
 def test_a_shared_module_has_one_row_with_all_its_calls():
@@ -311,7 +240,7 @@ def test_a_shared_module_has_one_row_with_all_its_calls():
         model(x).sum().backward()
         watching.step()
     first = layer(x)
-    close(watching.last, "0", "output", torch.cat([first, layer(first.tanh())]))
+    assert_measured(watching.last, "0", "output", torch.cat([first, layer(first.tanh())]))
     places = [row.place for row in watching.last.rows if row.kind == "weight"]
     assert places == ["0.weight", "0.bias"]
 
@@ -344,7 +273,7 @@ def test_small_updates_of_double_precision_are_seen():
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
         for step in range(4):
             before = model.weight.detach().clone()
-            model(batch(step)[0].double()).square().mean().backward()
+            model(labelled_batch(step)[0].double()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     update, found = model.weight.detach() - before, watching.last["weight", "update"]
@@ -488,7 +417,7 @@ def test_parameters_in_lists_and_dicts_belong_to_the_module_that_holds_them(nest
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for where in ("**", "1") if nested else ("**", ""):
         with hl.watch(model, where, every=1, optimizer=optimizer) as watching:
-            model(batch(0)[0]).sum().backward()
+            model(labelled_batch(0)[0]).sum().backward()
             expected = {name: p.grad.norm().item() for name, p in lists.named_parameters()}
             optimizer.step()
             optimizer.zero_grad()
@@ -511,7 +440,7 @@ def test_frozen_parameters_have_no_rows():
     assert "first.weight" not in places
 
 
-# -- nothing changes -------------------------------------------------------------------------------
+# -- nothing changes ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -526,7 +455,7 @@ def test_the_training_is_the_same_bit_for_bit(every, tmp_path):
     python, numbers = random.getstate(), np.random.get_state()[1].tolist()
     with hl.watch(model, every=every, optimizer=optimizer, to=tmp_path / "run"):
         found = train(model, optimizer, 7)
-    assert same(found, expected)
+    assert same_tensors(found, expected)
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == modes
     assert random.getstate() == python
@@ -542,19 +471,17 @@ def test_between_measured_steps_the_model_has_one_hook_that_does_nothing():
     counts = []
     with hl.watch(model, every=3, optimizer=optimizer):
         for step in range(7):
-            hooks = [h for m in model.modules() for h in m._forward_hooks.values()]
             grads = [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or {})]
-            counts.append((len(hooks), len(grads), len(hooks_left(model))))
+            counts.append((len(hooks_left(model)), len(grads)))
             train(model, optimizer, 1, first=step)
-    assert [bool(hooks) for hooks, _, _ in counts] == [True, False, False] * 2 + [True]
-    assert [grads for _, grads, _ in counts] == [7, 0, 0, 7, 0, 0, 7]
-    assert counts[1][2] == 1
+    assert [hooks == 1 for hooks, _ in counts] == [False, True, True] * 2 + [False]
+    assert [grads for _, grads in counts] == [7, 0, 0, 7, 0, 0, 7]
 
 
 def test_an_exception_leaves_nothing_behind():
     model, optimizer = fresh()
     with pytest.raises(IndexError), hl.watch(model, every=1, optimizer=optimizer):
-        F.cross_entropy(model(batch(0)[0]), torch.full((16,), 9)).backward()
+        F.cross_entropy(model(labelled_batch(0)[0]), torch.full((16,), 9)).backward()
     assert_clean(model)
     assert not optimizer._optimizer_step_post_hooks
 
@@ -587,7 +514,7 @@ def test_a_watch_that_is_never_entered_warns():
         hl.watch(nn.Linear(1, 1))
 
 
-# -- steps -----------------------------------------------------------------------------------------
+# -- steps ----------------------------------------------------------------------------------------
 
 
 def test_the_optimizer_of_the_model_is_found():
@@ -616,7 +543,7 @@ def test_steps_go_on_when_all_parameters_are_exchanged():
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         train(model, optimizer, 2, first=3)
     assert watching.steps == 5
-    close(watching.last, "last.weight", "weight", model.last.weight)
+    assert_measured(watching.last, "last.weight", "weight", model.last.weight)
 
 
 def test_of_two_optimizers_the_first_counts_and_updates_of_both_are_seen():
@@ -625,7 +552,7 @@ def test_of_two_optimizers_the_first_counts_and_updates_of_both_are_seen():
     two = torch.optim.SGD([*model.last.parameters(), *model.norm.parameters(), model.gain], 0.1)
     with hl.watch(model, every=1) as watching:
         for step in range(3):
-            x, y = batch(step)
+            x, y = labelled_batch(step)
             F.cross_entropy(model(x), y).backward()
             one.step()
             two.step()
@@ -645,7 +572,7 @@ def test_steps_by_hand_count_alone_from_the_first_on():
     assert watching.steps == 3
     with hl.watch(model, every=1) as watching:
         for _ in range(3):
-            model(batch(0)[0]).sum().backward()
+            model(labelled_batch(0)[0]).sum().backward()
             watching.step()
     assert watching.steps == 3
 
@@ -686,7 +613,7 @@ def test_a_closure_runs_inside_the_step():
 
     def closure():
         optimizer.zero_grad()
-        x, y = batch(0)
+        x, y = labelled_batch(0)
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         return loss
@@ -737,7 +664,7 @@ def test_an_output_that_torch_lets_nobody_use_disturbs_no_training():
     expected = train(bare, own, 2)
     model, optimizer = fresh(make=Net)
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
-        assert same(train(model, optimizer, 2), expected)
+        assert same_tensors(train(model, optimizer, 2), expected)
     assert watching.last["parts", "output"]["norm"] > 0
 
 
@@ -758,7 +685,7 @@ def test_steps_may_be_numbers_of_numpy(tmp_path):
 def test_no_step_at_all_is_warned_of():
     model, _ = fresh()
     with pytest.warns(hl.HooklineWarning, match=r"saw no step.*step\(\)"), hl.watch(model):
-        model(batch(0)[0]).sum().backward()
+        model(labelled_batch(0)[0]).sum().backward()
 
 
 def test_a_named_place_where_nothing_happens_is_warned_of():
@@ -779,12 +706,12 @@ def test_forwards_of_an_evaluation_are_not_measured():
         for step in (1, 2):
             model.eval()
             with torch.no_grad():
-                model(1000 + batch(9)[0])
+                model(1000 + labelled_batch(9)[0])
             model.train()
             with hl.capture(model, "last", detach=True) as record:
                 train(model, optimizer, 1, first=step)
             expected.append(record["last"])
-            close(watching.last, "last", "output", expected[-1])
+            assert_measured(watching.last, "last", "output", expected[-1])
 
 
 def test_a_model_that_is_trained_in_evaluation_mode_is_measured():
@@ -793,472 +720,3 @@ def test_a_model_that_is_trained_in_evaluation_mode_is_measured():
     with hl.watch(model, every=1, optimizer=optimizer) as watching:
         train(model, optimizer, 1)
     assert watching.last["last", "output"]["norm"] > 0
-
-
-# -- how people train ------------------------------------------------------------------------------
-
-
-def test_micro_batches_are_put_together_and_gradients_are_the_accumulated_ones():
-    model, optimizer = fresh()
-    model.drop.p = 0.0
-    model.norm.eval()
-    raw = {}
-
-    def keep(step):
-        raw.update({n: p.grad.clone() for n, p in model.named_parameters()})
-
-    with hl.watch(model, every=1, optimizer=optimizer) as watching:
-        with hl.capture(model, "first", "first:grad_output", detach=True) as record:
-            train(model, optimizer, 1, parts=4, after=keep)
-    close(watching.last, "first", "output", record.cat("first", 0))
-    close(watching.last, "first", "grad", record.cat("first:grad_output", 0))
-    for name, grad in raw.items():
-        close(watching.last, name, "weight_grad", grad)
-    assert watching.last["first", "output"]["norm"] > 0
-
-
-def test_gradients_are_measured_before_they_are_clipped():
-    model, optimizer = fresh()
-    raw = {}
-
-    def clip(step):
-        raw.update({n: p.grad.clone() for n, p in model.named_parameters()})
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-    with hl.watch(model, every=1, optimizer=optimizer) as watching:
-        train(model, optimizer, 1, after=clip)
-    close(watching.last, "last.weight", "weight_grad", raw["last.weight"])
-    assert watching.last["last.weight", "update"]["norm"] < 1e-3
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_calls_are_measured_once(reentrant):
-    class Checkpointed(Net):
-        def forward(self, x):
-            x = x.requires_grad_()
-            h = checkpoint(lambda x: self.act(self.norm(self.first(x))), x, use_reentrant=reentrant)
-            return self.last(h * self.gain)
-
-    model, optimizer = fresh(make=Checkpointed)
-    with hl.watch(model, every=1, optimizer=optimizer) as watching:
-        raw = {}
-        with hl.capture(model, "first", "last:grad_output", "first:grad_output", detach=True) as r:
-            train(model, optimizer, 1, after=lambda step: raw.update(
-                {n: p.grad.clone() for n, p in model.named_parameters()}))  # fmt: skip
-    close(watching.last, "first", "output", r["first"])
-    close(watching.last, "first", "grad", r["first:grad_output"])
-    for name, grad in raw.items():
-        close(watching.last, name, "weight_grad", grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_a_scaler_gradients_are_those_without_it(dtype):
-    def run(scaler):
-        model, optimizer = fresh()
-        found = []
-        with hl.watch(
-            model, every=1, optimizer=optimizer, scaler=scaler, to=found.append
-        ) as watching:
-            for step in range(3):
-                x, y = batch(step)
-                with torch.autocast("cpu", dtype):
-                    loss = F.cross_entropy(model(x), y)
-                scaler.scale(loss).backward()
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        assert watching.findings() == []
-        return found
-
-    plain = run(torch.amp.GradScaler("cpu", enabled=False))
-    scaled = run(torch.amp.GradScaler("cpu", init_scale=1024.0))
-    for one, other in zip(plain, scaled, strict=True):
-        for place, kind in (
-            ("first", "grad"), ("last", "grad"), ("first.weight", "weight_grad"),
-            ("last", "output"), ("gain", "weight_grad"),
-        ):  # fmt: skip
-            for name in ("std", "absmax", "norm"):
-                a, b = one[place, kind][name], other[place, kind][name]
-                assert a == pytest.approx(b, rel=0.05), (place, kind, name)
-
-
-def test_a_backward_that_overflows_is_left_out():
-    model, optimizer = fresh()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-60)
-    found = []
-    with hl.watch(model, every=1, optimizer=optimizer, scaler=scaler, to=found.append) as watching:
-        for step in range(3):
-            x, y = batch(step)
-            loss = F.cross_entropy(model(x), y) * (1e30 if step == 0 else 1)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    assert [measured.step for measured in found] == [0, 1]  # the first was skipped by the scaler
-    assert found[0]["first", "grad"]["nonfinite"] == 0
-    assert 0 < found[0]["first.weight", "weight_grad"]["norm"] < 1e3
-    assert watching.findings() == []
-
-
-class Wrapper:
-    """A wrapper of an optimizer that is none itself."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def step(self):
-        self.optimizer.step()
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-
-class Disguised(torch.optim.Optimizer):
-    """A wrapper that is an optimizer by name, without any of what torch's have."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    step, zero_grad = Wrapper.step, Wrapper.zero_grad
-
-
-WRAPPERS = {
-    "accelerate": lambda optimizer: accelerate.Accelerator(cpu=True).prepare(optimizer),
-    "accelerate, scaled": lambda optimizer: accelerate.optimizer.AcceleratedOptimizer(
-        optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)
-    ),
-    "Lightning": LightningOptimizer,
-    "plain": Wrapper,
-    "disguised": Disguised,
-    "two": lambda optimizer: Wrapper(Disguised(optimizer)),
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_the_steps_of_a_wrapped_optimizer_are_counted(wrap):
-    model, optimizer = fresh()
-    expected = []
-    with hl.watch(model, every=1, optimizer=optimizer, to=expected.append):
-        train(model, optimizer, 3)
-    model, optimizer = fresh()
-    found, wrapped = [], wrap(optimizer)
-    with hl.watch(model, every=1, optimizer=wrapped, to=found.append) as watching:
-        # Lightning's own has a strategy make the step.
-        train(model, optimizer if isinstance(wrapped, LightningOptimizer) else wrapped, 3)
-    assert watching.steps == 3
-    updates = [[m["last.weight", "update"] for m in told] for told in (found, expected)]
-    assert str(updates[0]) == str(updates[1])
-    assert not optimizer._optimizer_step_post_hooks
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_the_steps_that_accelerate_leaves_out_are_not_counted(given):
-    model, optimizer = fresh()
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
-    optimizer = accelerator.prepare(optimizer)
-    try:
-        found = []
-        with hl.watch(
-            model, every=1, optimizer=optimizer if given else None, to=found.append
-        ) as watching:
-            for step in range(8):
-                with accelerator.accumulate(model):
-                    x, y = batch(step)
-                    accelerator.backward(F.cross_entropy(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
-    finally:
-        accelerator.gradient_state._reset_state()
-    assert watching.steps == len(found) == 2
-    model, optimizer = fresh()
-    for step in range(4):
-        x, y = batch(step)
-        (F.cross_entropy(model(x), y) / 4).backward()
-    close(found[0], "last.weight", "weight_grad", model.last.weight.grad)
-
-
-def test_the_scaler_of_a_wrapped_optimizer_need_not_be_given():
-    def run(wrap):
-        model, optimizer = fresh()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-60)
-        found, given = [], wrap(optimizer, scaler)
-        with hl.watch(model, every=1, to=found.append, **given) as watching:
-            for step in range(4):
-                x, y = batch(step)
-                scaler.scale(F.cross_entropy(model(x), y) * 2.0**40).backward()
-                if "scaler" in given:
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    given["optimizer"].step()
-                optimizer.zero_grad()
-        return watching.steps, [m["last.weight", "weight_grad"] for m in found]
-
-    def prepared(optimizer, scaler):
-        return {"optimizer": accelerate.optimizer.AcceleratedOptimizer(optimizer, scaler=scaler)}
-
-    steps, grads = run(prepared)
-    expected = run(lambda optimizer, scaler: {"optimizer": optimizer, "scaler": scaler})
-    assert (steps, str(grads)) == (expected[0], str(expected[1]))
-    assert steps == 2  # the others have overflowed
-
-
-def test_a_scaler_that_skips_every_step_is_told_of():
-    model, optimizer = fresh()
-    scaler = torch.amp.GradScaler("cpu")
-    with hl.watch(model, every=1, optimizer=optimizer, scaler=scaler) as watching:
-        for step in range(25):
-            x, y = batch(step)
-            scaler.scale(F.cross_entropy(model(x), y) * math.nan).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        (finding,) = watching.findings()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-    assert finding.kind == "non-finite values"
-    assert finding.severity == "error"
-    assert finding.evidence["backwards"] == 20
-
-
-def test_compiled_models_run_compiled_between_the_measured_steps():
-    model, optimizer = fresh()
-    calls = []
-
-    def backend(graph, inputs):
-        return lambda *args: (calls.append(1), graph.forward(*args))[1]
-
-    compiled = torch.compile(model, backend=backend)
-    counts = []
-    with hl.watch(compiled, every=3, optimizer=optimizer) as watching:
-        for step in range(6):
-            before = len(calls)
-            train(compiled, optimizer, 1, first=step)
-            counts.append(len(calls) - before)
-    assert [count > 0 for count in counts] == [False, True, True, False, True, True]
-    assert watching.last.step == 3
-    assert watching.last["first", "output"]["norm"] > 0
-    assert "first" in [row.place for row in watching.last.rows]  # without _orig_mod
-    torch._dynamo.reset()
-
-
-def test_a_watched_model_can_be_copied_and_saved(tmp_path):
-    import copy
-
-    model, optimizer = fresh()
-    with hl.watch(model, every=1, optimizer=optimizer):
-        other = copy.deepcopy(model)
-        torch.save(model.state_dict(), tmp_path / "model.pt")
-        train(model, optimizer, 1)
-        other(batch(0)[0])
-    assert_clean(model)
-    assert_clean(other)
-
-
-# -- where it goes ---------------------------------------------------------------------------------
-
-
-def test_a_run_directory_holds_what_was_measured(tmp_path):
-    model, optimizer = fresh()
-    found = []
-    with hl.watch(model, every=2, optimizer=optimizer, to=[tmp_path / "run", found.append]) as w:
-        for step in range(5):
-            w.log(loss=torch.tensor(1.0 / (step + 1), requires_grad=True), rate=0.1)
-            train(model, optimizer, 1, first=step)
-        w.log(99, accuracy=0.5)
-    run = hl.Run.open(tmp_path / "run")
-    assert run.steps().tolist() == [0, 2, 4]
-    assert run.head.model == "Net"
-    assert run.head.options["every"] == 2
-    assert run.scalars("loss")[0].tolist() == [0, 1, 2, 3, 4]
-    assert run.scalars("accuracy")[0].tolist() == [99]
-    for number, row in enumerate(run.rows()):
-        for column, name in enumerate(STATISTICS):
-            _, _, matrix = run.matrix(row.kind, name)
-            values = matrix[run.places(row.kind).index(row.place)]
-            expected = np.array([m.values[number, column] for m in found])
-            assert np.array_equal(values, expected, equal_nan=True)
-        bins = run.histogram(row.place, row.kind, 2)
-        assert bins.step == 2
-        assert bins.counts.tolist() == found[1].histograms[number].counts.tolist()
-    assert {row.place: row.shape for row in run.rows() if row.kind == "output"}["last"] == (16, 3)
-
-
-def test_what_is_not_one_number_is_refused_by_its_name():
-    model, optimizer = fresh()
-    with hl.watch(model, optimizer=optimizer) as watching:
-        train(model, optimizer, 1)
-        with pytest.raises(hl.RunError, match=r"'losses'.*Tensor of shape \(3,\), not one number"):
-            watching.log(losses=torch.ones(3))
-        with pytest.raises(hl.RunError, match=r"'what'.*a dict, not one number"):
-            watching.log(what={})
-
-
-def test_json_lines_hold_what_was_measured(tmp_path):
-    model, optimizer = fresh()
-    path = tmp_path / "logs" / "run.jsonl"
-    with hl.watch(model, every=1, optimizer=optimizer, to=str(path)) as watching:
-        watching.log(loss=math.inf)
-        train(model, optimizer, 1)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines[0] == {"step": 0, "name": "loss", "value": "inf"}
-    rows = {(line["place"], line["kind"]): line for line in lines[1:]}
-    assert len(rows) == len(watching.last.rows)
-    found = rows["first", "output"]
-    assert found["std"] == watching.last["first", "output"]["std"]
-    assert "saturated" not in found
-    assert sum(found["histogram"]["counts"]) == 16 * 8
-
-
-def test_a_writer_of_ones_own_is_told_everything(caplog):
-    class Mine(Writer):
-        def __init__(self):
-            self.seen = []
-
-        def start(self, rows, model, options):
-            self.seen.append("start")
-
-        def measured(self, measured):
-            self.seen.append(measured.step)
-
-        def scalar(self, step, name, value):
-            self.seen.append((step, name, value))
-
-        def finding(self, finding):
-            self.seen.append(finding.kind)
-
-        def close(self):
-            self.seen.append("close")
-
-    model, optimizer = fresh()
-    mine = Mine()
-    with hl.watch(model, every=1, optimizer=optimizer, to=mine) as watching:
-        watching.log(loss=1.0)
-        train(model, optimizer, 1)
-        with torch.no_grad():
-            model.first.weight[0, 0] = math.nan
-        train(model, optimizer, 1)
-    assert mine.seen == ["start", (0, "loss", 1.0), 0, 1, "non-finite values", "close"]
-
-
-def test_the_base_of_writers_takes_everything_and_does_nothing():
-    model, optimizer = fresh()
-    with hl.watch(model, every=1, optimizer=optimizer, to=Writer()) as watching:
-        watching.log(loss=1.0)
-        train(model, optimizer, 1)
-
-
-def test_a_disk_that_is_full_does_not_end_the_training(tmp_path, monkeypatch, caplog):
-    model, optimizer = fresh()
-    steps = []
-    with hl.watch(
-        model, every=1, optimizer=optimizer, to=[tmp_path, lambda m: steps.append(m.step)]
-    ):
-        train(model, optimizer, 1)
-
-        def full(*args):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("hookline.training.run_writing.os.write", full)
-        train(model, optimizer, 2)
-    assert steps == [0, 1, 2]
-    told = [record for record in caplog.records if "No space left" in record.getMessage()]
-    assert len(told) == 1
-    monkeypatch.undo()
-    assert hl.Run(tmp_path).steps().tolist() == [0]
-
-
-def test_an_error_of_the_users_function_is_the_users():
-    model, optimizer = fresh()
-
-    def broken(measured):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), hl.watch(
-        model, every=1, optimizer=optimizer, to=broken
-    ):  # fmt: skip
-        train(model, optimizer, 1)
-    assert_clean(model)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"to": 5}, hl.RunError, "watch was asked to write to 5"),
-        ({"every": 0}, hl.PlaceError, "every=0"),
-        ({"every": 1.5}, hl.PlaceError, "every=1.5"),
-        ({"every": "5"}, hl.PlaceError, "every='5'"),
-        ({"start": 4.0}, hl.PlaceError, "start=4.0"),
-        ({"optimizer": 3}, hl.PlaceError, r"optimizer=3.*watching\.step\(\)"),
-        ({"optimizer": Wrapper(3)}, hl.PlaceError, r"none as \.optimizer.*watching\.step\(\)"),
-        ({"scaler": 2.0}, hl.PlaceError, r"scaler=2\.0.*a float, without .*get_scale"),
-        (
-            {"scaler": SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))},
-            hl.PlaceError,
-            "which is its attribute scaler",
-        ),
-        ({"kinds": "gradient"}, hl.PlaceError, "kind 'gradient'"),
-        ({"ranks": "some"}, hl.PlaceError, "ranks='some'"),
-        ({"kinds": ["gradient"]}, hl.PlaceError, "kind 'gradient'"),
-        ({"where": "first:input"}, hl.PlaceError, "'first:input'"),
-        ({"where": "first/add"}, hl.PlaceError, "first/add"),
-        ({"where": "frist"}, hl.PlaceNotFound, "Closest: 'first'"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, error, match):
-    with pytest.raises(error, match=match), hl.watch(Net(), **options):
-        pass
-
-
-def test_what_was_measured_reads_well():
-    model, optimizer = fresh()
-    with hl.watch(model, "first", every=1, optimizer=optimizer) as watching:
-        train(model, optimizer, 1)
-    text = repr(watching.last)
-    assert text.splitlines()[0] == "Measured at step 0"
-    assert text.splitlines()[2].split()[:2] == ["first", "output"]
-    assert "<table>" in watching.last._repr_html_()
-    with pytest.raises(hl.NotCaptured, match=r"\('last', 'output'\)"):
-        watching.last["last", "output"]
-
-
-def test_findings_are_logged_once_and_few_at_a_time(caplog):
-    caplog.set_level(logging.WARNING)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)])
-    with torch.no_grad():
-        for block in model:
-            block[0].bias.fill_(-100.0)
-            block[0].bias[0] = 1.0
-    with hl.watch(model, every=1) as watching:
-        for _ in range(6):
-            model(torch.randn(200, 8)).sum().backward()
-            watching.step()
-    dead = [finding for finding in watching.findings() if finding.kind == "dead units"]
-    assert [finding.place for finding in dead] == ["0.1", "1.1", "2.1", "3.1", "4.1", "5.1"]
-    told = [r.getMessage() for r in caplog.records if "dead units" in r.getMessage()]
-    assert told == [str(finding) for finding in dead[:3]]
-    assert sum("3 more places" in r.getMessage() for r in caplog.records) == 1
-
-
-def test_a_watch_shows_how_far_it_is_and_how_much_it_found():
-    model = nn.Sequential(nn.Linear(2, 2))
-    watching = hl.watch(model, every=1)
-    assert repr(watching) == "<hookline watch at '**', closed, 0 steps, no findings>"
-    with watching:
-        for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
-            watching.step()
-    assert repr(watching).startswith("<hookline watch at '**', closed, 3 steps, ")
-    assert "watch" in repr(copy.deepcopy(watching))
-
-
-def test_batched_gradients_are_let_by(tmp_path):
-    model, x = nn.Linear(3, 2), torch.randn(5, 3)
-    with hl.watch(model, every=1, to=tmp_path / "run") as watch:
-        rows = torch.eye(10).reshape(10, 5, 2)
-        (found,) = torch.autograd.grad(model(x), [model.bias], rows, is_grads_batched=True)
-        watch.step()
-    assert torch.equal(found, torch.eye(2).repeat(5, 1))
-    assert hooks_left(model) == []

@@ -10,34 +10,34 @@ from torch.nn.parallel import DistributedDataParallel
 import hookline as hl
 
 
-def whole():
+def small_tanh():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh())
 
 
-def batch(step, rank):
+def rows_of_rank(step, rank):
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def train(model, steps, ranks, watching=None):
+def train_on(model, steps, ranks, watching=None):
     """Train on the batches of these ranks, as the mean over them."""
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for step in range(steps):
-        x = torch.cat([batch(step, rank) for rank in ranks])
+        x = torch.cat([rows_of_rank(step, rank) for rank in ranks])
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def reference(steps=3):
+def watched_alone(steps=3):
     """The same training in this process alone, watched."""
-    model, found = whole(), []
+    model, found = small_tanh(), []
     watching = hl.watch(model, every=1, ranks="all", to=found.append)
     world = distributed.get_world_size
     distributed.get_world_size = lambda *args: 1  # alone
     try:
         with watching:
-            train(model, steps, (0, 1))
+            train_on(model, steps, (0, 1))
     finally:
         distributed.get_world_size = world
     return watching.last
@@ -58,10 +58,10 @@ NAMES = ("mean", "std", "absmax", "norm", "zeros")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @on_ranks
 def test_all_ranks_together_measure_what_one_process_does(kind):
-    expected = reference()
-    model = spread(whole(), kind)
+    expected = watched_alone()
+    model = spread(small_tanh(), kind)
     with hl.watch(model, every=1, ranks="all") as watching:
-        train(model, 3, (distributed.get_rank(),))
+        train_on(model, 3, (distributed.get_rank(),))
     last = watching.last
     assert [row.place for row in last.rows] == [row.place for row in expected.rows]
     for place in PARAMETERS:
@@ -90,9 +90,9 @@ def test_rank_0_measures_its_own_and_the_others_nothing(kind, tmp_path):
 @on_ranks
 def watch_own(kind, folder):
     rank = distributed.get_rank()
-    model = spread(whole(), kind)
+    model = spread(small_tanh(), kind)
     with hl.watch(model, every=2, to=folder) as watching:
-        train(model, 3, (rank,))
+        train_on(model, 3, (rank,))
     assert watching.steps == 3
     if rank:
         assert watching.last is None
@@ -103,12 +103,12 @@ def watch_own(kind, folder):
         assert run.head.options["world"] == 2
         assert run.head.options["ranks"] == "own"
         assert run.steps().tolist() == [0, 2]
-        plain = whole()
-        x = batch(0, 0)
+        plain = small_tanh()
+        x = rows_of_rank(0, 0)
         out = plain[0](x)
         assert run.series("0", "output", "norm")[1][0] == pytest.approx(out.norm().item(), rel=1e-4)
         if kind == "ddp":  # the reduced gradient, of both batches
-            plain(torch.cat([x, batch(0, 1)])).square().mean().backward()
+            plain(torch.cat([x, rows_of_rank(0, 1)])).square().mean().backward()
             assert run.series("2.weight", "weight_grad", "norm")[1][0] == pytest.approx(
                 plain[2].weight.grad.norm().item(), rel=1e-4
             )
@@ -119,12 +119,12 @@ def watch_own(kind, folder):
 @on_ranks
 def test_a_training_on_two_ranks_is_the_same_bit_for_bit(kind):
     def run(watched):
-        model = spread(whole(), kind)
+        model = spread(small_tanh(), kind)
         if watched:
             with hl.watch(model, every=1, ranks="all"):
-                train(model, 3, (distributed.get_rank(),))
+                train_on(model, 3, (distributed.get_rank(),))
         else:
-            train(model, 3, (distributed.get_rank(),))
+            train_on(model, 3, (distributed.get_rank(),))
         return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
 
     for one, other in zip(run(False), run(True), strict=True):

@@ -2,15 +2,14 @@
 
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 import yaml
+from environment import ROOT
 
 import hookline
 from hookline.supported_versions import NEWEST_TORCH, OLDEST_TORCH, PYTHONS
 
-ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 TEMPLATES = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 CITATION = ROOT / "CITATION.cff"
@@ -34,7 +33,7 @@ def shell(step):
     return step.get("run", "").splitlines()
 
 
-def rows(name):
+def combinations(name):
     """The combinations that a workflow runs."""
     (job,) = load(ROOT / f".github/workflows/{name}.yml")["jobs"].values()
     return job["strategy"]["matrix"]["include"]
@@ -99,24 +98,24 @@ def test_every_variable_that_is_given_to_make_is_one_of_the_makefile_s():
 def test_the_tests_run_with_the_pairs_of_make_test_matrix(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     expected = runpy.run_path(str(ROOT / "benchmarks/versions.py"))["ROWS"]
-    assert tuple((row["python"], row["torch"]) for row in rows("tests")) == expected
+    assert tuple((row["python"], row["torch"]) for row in combinations("tests")) == expected
 
 
 def test_the_tests_run_with_the_oldest_and_the_newest_version():
-    torches = [numbers(row["torch"])[:2] for row in rows("tests")]
+    torches = [numbers(row["torch"])[:2] for row in combinations("tests")]
     assert (min(torches), max(torches)) == (OLDEST_TORCH, NEWEST_TORCH)
-    assert tuple(dict.fromkeys(row["python"] for row in rows("tests"))) == PYTHONS
+    assert tuple(dict.fromkeys(row["python"] for row in combinations("tests"))) == PYTHONS
 
 
 def test_where_it_runs_lists_the_same_pairs():
     page = (ROOT / "docs/where-it-runs.md").read_text()
     listed = re.findall(r"^\| (3\.\d+) \| (2\.\d+) \|$", page, re.MULTILINE)
-    minor = [(row["python"], row["torch"].rpartition(".")[0]) for row in rows("tests")]
+    minor = [(row["python"], row["torch"].rpartition(".")[0]) for row in combinations("tests")]
     assert listed == minor
 
 
 def test_the_foundation_is_tested_on_other_systems_and_the_next_python():
-    found = rows("foundation")
+    found = combinations("foundation")
     systems = {row["os"].partition("-")[0] for row in found}
     assert systems == {"macos", "windows", "ubuntu"}
     oldest_of_ubuntu = min(numbers(row["python"]) for row in found if "ubuntu" in row["os"])

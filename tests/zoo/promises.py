@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers import HOOK_DICTS
+from oracles import HOOK_DICTS
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
