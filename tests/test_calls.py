@@ -403,7 +403,7 @@ def test_a_page_labels_the_calls_with_their_numbers():
     model = CallsOneFiveTimes()
     with hl.capture(model, "layer", calls={1, 3}) as record:
         forward_and_backward_of(model)
-    outline, chunks = Outline(), {}
+    outline, chunks = PageTree(), {}
     add_record(outline, chunks, record, 1000, [])
     (chunk,) = [make() for make in chunks.values()]
     assert [item["label"] for item in chunk.meta["items"]] == ["1", "3"]

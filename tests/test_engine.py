@@ -5,13 +5,10 @@ behind, and hold for any engine.
 
 - on modules: the entries in hook dicts while a context is open
 - on tensors: hooks that are registered without `Tensor.register_hook`
-- compiled models: bytecode of hooks that dynamo can rewrite, and locks of process-wide settings
+- compiled models: bytecode of hooks that dynamo can rewrite, and process-wide settings
 """
 
 import dis
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,8 +16,9 @@ from models import small
 from torch import nn
 
 import hookline as hl
-from hookline.core import compiling
-from hookline.core.arms import Handles
+from hookline.engine.compiling import Setting, Slot
+from hookline.engine.tensor_hooks import TensorHooks
+from hookline.engine.tracer import Tracer
 
 X = torch.arange(12.0).reshape(4, 3) / 10
 
@@ -50,7 +48,7 @@ def membership(module):
             "0:input",
             lambda m: [
                 m.register_forward_pre_hook(lambda m, a, k: None, with_kwargs=True),
-                m.register_forward_hook(lambda m, a, k, o: None, with_kwargs=True),
+                m.register_forward_hook(lambda m, a, o: None),
             ],
         ),
     ],
@@ -121,11 +119,11 @@ def test_a_hook_that_is_put_on_a_tensor_directly_is_like_a_registered_one(before
         y, seen = leaf * 3, []
         for _ in range(before):
             y.register_hook(lambda g: g * 2)
-        handles = Handles()
+        handles = TensorHooks()
         for function in (lambda g, seen=seen: seen.append(g.tolist()), lambda g: g * 10):
             (handles.put if ours else handles.add)(y, function)
         y.sum().backward(retain_graph=True)
-        again = Handles(handles)
+        again = TensorHooks(handles)
         handles.remove_all()
         again.remove_all()
         y.sum().backward()
@@ -136,32 +134,31 @@ def test_a_hook_that_is_put_on_a_tensor_directly_is_like_a_registered_one(before
 # -- compiled models ------------------------------------------------------------------------------
 
 
-def test_the_hook_of_a_log_has_no_jump_that_torch_cannot_rewrite():
+def test_hooks_have_no_jump_that_torch_cannot_rewrite():
     # A jump that needs EXTENDED_ARG can make dynamo of torch 2.13 raise "exception table entry
     # start instruction has no offset".
-    layer = nn.Linear(3, 3)
-    with hl.capture(layer, "", keep="last"):
-        (hook,) = layer._forward_hooks.values()
-        layer(X)
-    assert "EXTENDED_ARG" not in [step.opname for step in dis.get_instructions(hook)]
+    for hook in (Tracer.after, Tracer.after_with_kwargs, Slot.after):
+        assert "EXTENDED_ARG" not in [step.opname for step in dis.get_instructions(hook)]
 
 
-def test_threads_that_give_up_a_lock_that_an_interrupt_left_go_on_to_the_same_one():
-    waiting = threading.Barrier(4)
+def test_a_global_setting_lasts_until_its_last_user_ends():
+    entered, left = [], []
 
-    class Left:  # never released
-        def acquire(self, timeout):
-            waiting.wait(timeout=60)
-            return False
+    class Making:
+        def __enter__(self):
+            entered.append(self)
 
-    setting = compiling._Setting(nullcontext)
-    setting.lock = Left()
+        def __exit__(self, *error):
+            left.append(self)
 
-    def take():
-        lock = setting.acquire()
-        lock.release()
-        return lock
-
-    with ThreadPoolExecutor(4) as pool:
-        taken = [pool.submit(take) for _ in range(4)]
-        assert len({done.result() for done in taken}) == 1
+    setting, users = Setting(Making), [object(), object()]
+    for user in users:
+        setting.begin(user)
+    for _ in range(2):  # to end again does nothing
+        setting.end(users[0])
+    assert (len(entered), len(left)) == (1, 0)
+    setting.end(users[1])
+    assert (len(entered), len(left)) == (1, 1)
+    setting.begin(users[0])
+    assert len(entered) == 2
+    setting.end(users[0])

@@ -421,9 +421,9 @@ def test_names_that_are_no_text_can_be_asked_for_and_hide_no_others(served_folde
 
 
 def test_at_the_port_that_browsers_leave_out_it_answers(served_folder, monkeypatch):
-    monkeypatch.setattr(serving._HTTPServer, "server_bind", lambda self: None)
-    monkeypatch.setattr(serving._HTTPServer, "server_activate", lambda self: None)
-    monkeypatch.setattr(serving._HTTPServer, "server_address", ("127.0.0.1", 80), raising=False)
+    monkeypatch.setattr(view_server._HTTPServer, "server_bind", lambda self: None)
+    monkeypatch.setattr(view_server._HTTPServer, "server_activate", lambda self: None)
+    monkeypatch.setattr(view_server._HTTPServer, "server_address", ("127.0.0.1", 80), raising=False)
     server = serve(served_folder, 80)
     assert {"127.0.0.1", "localhost"} <= server._server.hosts
     server.close()

@@ -106,7 +106,7 @@ def test_the_backward_of_an_operation_is_run_again_without_the_model(case, tmp_p
     ids=lambda layer: type(layer).__name__,
 )  # fmt: skip
 def test_modules_of_torch_are_described_by_their_constructor_or_not_at_all(layer):
-    spelled = constructor_of(layer, Speller())
+    spelled = constructor_of(layer, ArgumentWriter())
     if isinstance(layer, (nn.Sequential, Giving)):
         assert spelled is None
         return

@@ -37,7 +37,7 @@ def numbered_values(step, rows=4):
 def write_run(folder, steps=(0, 50, 100), rows=ROWS):
     with RunWriter(folder, rows, model="Net", options={"every": 50}) as writer:
         for step in steps:
-            writer.histograms(step, [(0, Bins(-1.0, 1.0, [step + 1, *[0] * 63]))])
+            writer.histograms(step, [(0, BinCounts(-1.0, 1.0, [step + 1, *[0] * 63]))])
             writer.values(step, numbered_values(step, len(rows)))
             writer.scalar(step, "loss", 1 / (step + 1))
         writer.finding(FINDING)
@@ -110,7 +110,7 @@ def test_a_later_start_counts_from_its_first_step_on(tmp_path):
     with RunWriter(tmp_path, [ROWS[0], Row("new", "output")]) as writer:
         for step in (100, 140):
             writer.values(step, -numbered_values(step, 2))
-            writer.histograms(step, [(0, Bins(0, 1, [7, *[0] * 63]))])
+            writer.histograms(step, [(0, BinCounts(0, 1, [7, *[0] * 63]))])
         writer.scalar(60, "loss", 9.0)
     assert all(path.read_bytes() == content for path, content in old.items())
     run = Run(tmp_path)

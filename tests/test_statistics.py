@@ -55,7 +55,7 @@ def top_of(values, ids, positions, k, largest):
     )
 
 
-def by_numpy(kind, x, kept):
+def by_numpy(kind, x, kept):  # noqa: C901
     """The result by numpy: x is samples × positions × channels, kept is samples × positions."""
     # One case for each statistic.
     if kind.dim is None:
@@ -131,7 +131,7 @@ def test_batches_and_merges_give_what_numpy_gives_on_the_whole(kind, chunk, made
         for part in reversed(parts):
             merged.merge(part)
     finally:
-        accumulation._CHUNK = before
+        statistic_module._CHUNK = before
     expected = by_numpy(kind, x, kept)
     if isinstance(kind, hl.TopK) and len(expected[0]) == 0:
         return

@@ -1,6 +1,7 @@
 """Compiled models: make hooks run in them.
 
 - `suspend(user, in_graph)`, `resume(user)`: force eager mode, or enable hook guards; and undo it
+- `Setting`: a reference-counted global setting
 - `Slot`: a hook that keeps the last output of a module, also inside compiled graphs
 
 A graph that torch.compile has made runs no hooks that came later, and says nothing; it may even
@@ -25,10 +26,10 @@ from hookline.torch_private import compiler_is_loaded, hook_guards, outside_grap
 if TYPE_CHECKING:
     from hookline.engine.tracer import Tracer
 
-__all__ = ["Slot", "resume", "suspend"]
+__all__ = ["Setting", "Slot", "resume", "suspend"]
 
 
-class _Setting:
+class Setting:
     """A reference-counted global setting. Its users may end in any order."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -66,8 +67,8 @@ class _HookGuards:
         hook_guards(self.before)
 
 
-_eager = _Setting(lambda: torch.compiler.set_stance("force_eager"))
-_guarded = _Setting(_HookGuards)
+_eager = Setting(lambda: torch.compiler.set_stance("force_eager"))
+_guarded = Setting(_HookGuards)
 
 
 def suspend(user: object, in_graph: bool) -> None:
