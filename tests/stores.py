@@ -10,9 +10,9 @@ from oracles import Killed
 from safetensors import safe_open
 
 from hookline import Store, operating_system
-from hookline.storage import files as store_files
-from hookline.storage import shards as store_shards
-from hookline.storage import writing as store_writing
+from hookline.storage import shard_writer as store_shards
+from hookline.storage import store_files
+from hookline.storage import store_writer as store_writing
 
 HEADER = 65536  # bytes of the header of a shard
 DTYPES = [

@@ -20,13 +20,13 @@ from oracles import rows_by_hand
 from torch import nn
 
 import hookline as hl
-from hookline.harvests.fingerprints import digest, fingerprint, spell
+from hookline.harvests.fingerprints import digest, fingerprint, stable_text
 
 
 def test_a_function_with_a_set_of_words_is_the_same_in_every_process():
     code = (
-        "from hookline.harvests.fingerprints import spell\n"
-        "print(spell(lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask', 'types'}})))"
+        "from hookline.harvests.fingerprints import stable_text\n"
+        "print(stable_text(lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask', 'types'}})))"
     )
     told = {
         subprocess.run(
@@ -36,7 +36,7 @@ def test_a_function_with_a_set_of_words_is_the_same_in_every_process():
         for seed in "012"
     }  # fmt: skip
     assert len(told) == 1
-    assert spell(lambda k: k in {"a", "b"}) != spell(lambda k: k in {"a", "c"})
+    assert stable_text(lambda k: k in {"a", "b"}) != stable_text(lambda k: k in {"a", "c"})
 
 
 def test_a_fingerprint_sees_every_change():
@@ -116,7 +116,7 @@ def test_functions_and_slices_are_told_apart():
         hl.heads(1, of=4), hl.heads(2, of=4), hl.last_token(torch.ones(2, 3)),
         hl.last_token(torch.ones(2, 4)), hl.last_token,
     ]  # fmt: skip
-    assert len({spell(one) for one in things}) == len(things)
+    assert len({stable_text(one) for one in things}) == len(things)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

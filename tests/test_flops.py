@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 import hookline as hl
-from hookline.costs.flops import FlopCounter
+from hookline.costs.flop_counter import FlopCounter
 
 aten = torch.ops.aten
 
@@ -147,7 +147,7 @@ def test_the_fast_path_of_attention_has_the_flops_of_the_slow_one(monkeypatch):
     expected, _ = flops_by_torch(model.train(), (x, x, x))
     assert hl.summarize(model.eval(), (x, x, x)).totals["flops"] == expected > 0
     counted = []  # a function mode, as summarize has, turns the fast path off
-    monkeypatch.setattr("hookline.costs.flops.without_dispatch_modes", None)
+    monkeypatch.setattr("hookline.costs.flop_counter.without_dispatch_modes", None)
     with torch.no_grad(), FlopCounter(counted.append):
         model(x, x, x, need_weights=False)
     assert counted == [expected]
@@ -268,7 +268,7 @@ def test_what_is_remembered_of_earlier_calls_is_what_counting_them_gives(inferen
     model, ids = TiedTransformer(), torch.randint(11, (2, 6))
     with torch.inference_mode(inference):
         remembered = hl.summarize(model, ids).to_dict()
-        monkeypatch.setattr("hookline.costs.flops.without_dispatch_modes", None)
+        monkeypatch.setattr("hookline.costs.flop_counter.without_dispatch_modes", None)
         counted = hl.summarize(model, ids).to_dict()
     assert remembered == counted
     assert counted["totals"]["flops"] > 0

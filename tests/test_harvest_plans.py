@@ -17,10 +17,10 @@ from oracles import rows_by_hand
 from torch import nn
 
 import hookline as hl
-from hookline.harvests import plans as harvest_plans
+from hookline.harvests import harvest_plan as harvest_plans
 from hookline.harvests import progress as harvest_progress
-from hookline.storage import shards as store_shards
-from hookline.storage import writing as store_writing
+from hookline.storage import shard_writer as store_shards
+from hookline.storage import store_writer as store_writing
 
 
 def test_the_plan_is_shown_first(data, to, capsys):
@@ -99,7 +99,7 @@ def test_a_plan_of_one_batch_speaks_of_one(to, capsys):
 
 def test_the_bytes_of_the_plan_are_those_on_disk(data, to, monkeypatch):
     plans = []
-    monkeypatch.setattr(harvest_plans.Plan, "check_space", lambda plan: plans.append(plan))
+    monkeypatch.setattr(harvest_plans.HarvestPlan, "check_space", lambda plan: plans.append(plan))
     hl.harvest(overwriting_mlp(), torch.randn(64, 4).split(8), ["0", "2"], to=to, quiet=True)
     shards = sum(path.stat().st_size for path in to.glob("*.safetensors"))
     assert shards <= plans[0].nbytes <= shards + 65536

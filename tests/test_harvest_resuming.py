@@ -337,7 +337,7 @@ import os, signal, sys, threading, time, torch
 sys.path.insert(0, "tests")
 from models import overwriting_mlp
 import hookline as hl
-from hookline.storage import shards
+from hookline.storage import shard_writer
 
 def slow(file, data, place):
     slow.calls += 1
@@ -347,7 +347,7 @@ def slow(file, data, place):
             time.sleep(wait)
     write(file, data, place)
 
-slow.calls, write, shards._write = 0, shards._write, slow
+slow.calls, write, shard_writer._write = 0, shard_writer._write, slow
 model = overwriting_mlp()
 torch.manual_seed(1)
 try:
@@ -375,7 +375,7 @@ sys.path.insert(0, "tests")
 import torch
 torch.set_num_threads(1)
 import hookline as hl
-from hookline.storage import writing as store_writing
+from hookline.storage import store_writer as store_writing
 from harvests import LENGTHS, same_stores, texts
 from models import TextModel
 

@@ -16,7 +16,7 @@ from models import overwriting_mlp
 from oracles import rows_by_hand
 
 import hookline as hl
-from hookline.harvests import batches as harvest_batches
+from hookline.harvests import rank_batches as harvest_batches
 
 
 def test_ranks_share_the_batches_and_the_last_one_joins_them(data, to):
@@ -57,7 +57,7 @@ def test_rank_0_waits_for_the_others(data, to):
 
 
 def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
-    monkeypatch.setattr("hookline.harvests.ranks._PATIENCE", 0.1)
+    monkeypatch.setattr("hookline.harvests.rank_completion._PATIENCE", 0.1)
     with as_rank(0, 2), pytest.warns(hl.HooklineWarning, match=r"Ranks \[1\]"):
         store = hl.harvest(overwriting_mlp(), data, "0", to=to, quiet=True)
     assert len(store) == 26
@@ -72,7 +72,7 @@ def test_rank_0_gives_up_at_last_and_says_who_is_missing(data, to, monkeypatch):
 def test_rank_0_waits_for_those_that_have_yet_to_see_that_the_data_has_grown(
     form, count, data, to, monkeypatch
 ):
-    monkeypatch.setattr("hookline.harvests.ranks._PATIENCE", 0.1)
+    monkeypatch.setattr("hookline.harvests.rank_completion._PATIENCE", 0.1)
     given = {"to": to, "quiet": True, "statistics": [hl.Mean()], "ids": ids_of}
     data = data[: 6 if count == 5 else 7]  # of the sixth alone rank 0 has nothing
     for rank in (1, 0):
@@ -198,4 +198,4 @@ def test_ranks_that_make_no_sense_are_refused(values, monkeypatch):
         if value is not None:
             monkeypatch.setenv(name, value)
     with pytest.raises(hl.HarvestError, match="RANK"):
-        harvest_batches.ranks()
+        harvest_batches.rank_and_world_size()

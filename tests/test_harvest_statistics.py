@@ -18,7 +18,7 @@ from models import TextModel, overwriting_mlp
 from torch import nn
 
 import hookline as hl
-from hookline.harvests import statistics as harvest_statistics
+from hookline.harvests import harvest_statistics
 
 
 @pytest.mark.parametrize("lost", ["nothing", "all", "half", "other kinds"])

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import hookline as hl
-from hookline.harvests import rows as harvest_rows
+from hookline.harvests import row_extraction as harvest_rows
 
 # -- What is stored -------------------------------------------------------------------------------
 

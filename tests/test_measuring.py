@@ -830,7 +830,7 @@ def test_a_failed_save_spares_tensors_that_only_the_one_before_has(tmp_path, mon
 
 
 class Unspellable(hl.Mean):
-    def spelled(self):
+    def to_dict(self):
         return {"statistic": object()}
 
 

@@ -492,4 +492,4 @@ def test_top_values_that_do_not_fit_each_other_are_refused():
         ("values", whole["values"][:0]),
     ):
         with pytest.raises(hl.StatisticsError, match="has the shape"):
-            statistics.statistic_from(hl.TopK(k=5).spelled(), whole | {key: wrong}, "x")
+            statistics.statistic_from(hl.TopK(k=5).to_dict(), whole | {key: wrong}, "x")

@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline import Store, StoreError, operating_system
-from hookline.storage import files as store_files
-from hookline.storage import rows as store_rows
+from hookline.storage import store_files
+from hookline.storage import stored_rows as store_rows
 
 # -- Round trips ----------------------------------------------------------------------------------
 

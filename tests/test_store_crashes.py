@@ -25,11 +25,11 @@ from stores import (
 
 import hookline as hl
 from hookline import Store, StoreError, operating_system
-from hookline.storage import files as store_files
+from hookline.storage import disk_space as store_space
 from hookline.storage import recovery as store_recovery
-from hookline.storage import shards as store_shards
-from hookline.storage import space as store_space
-from hookline.storage import writing as store_writing
+from hookline.storage import shard_writer as store_shards
+from hookline.storage import store_files
+from hookline.storage import store_writer as store_writing
 
 # -- First appends --------------------------------------------------------------------------------
 
@@ -397,7 +397,7 @@ sys.path[:0] = ["tests", "."]
 import torch
 torch.set_num_threads(1)
 from hookline import Store
-from hookline.storage import space as store_space
+from hookline.storage import disk_space as store_space
 from stores import append_counted, check_counted
 folder, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dice = random.Random(seed)
@@ -568,7 +568,9 @@ def test_where_no_space_can_be_reserved_rows_are_written_as_they_come(
 
 @pytest.mark.parametrize("end", ["close", "an error", "kill"])
 def test_space_that_was_reserved_is_given_back(tmp_path, monkeypatch, end):
-    if operating_system.file_system(tmp_path) != "ext4" or not store_space.Ahead(tmp_path):
+    if operating_system.file_system(tmp_path) != "ext4" or not store_space.SpaceReservation(
+        tmp_path
+    ):
         pytest.skip("another file system")
     value = torch.ones(1 << 18)  # 1 MB, from where on there is some
     writer = Store.create(tmp_path, sync="never")
