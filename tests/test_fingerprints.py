@@ -26,7 +26,8 @@ from hookline.harvests.fingerprints import digest, fingerprint, stable_text
 def test_a_function_with_a_set_of_words_is_the_same_in_every_process():
     code = (
         "from hookline.harvests.fingerprints import stable_text\n"
-        "print(stable_text(lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask', 'types'}})))"
+        "use = lambda m, b: m(**{k: b[k] for k in b if k in {'ids', 'mask', 'types'}})\n"
+        "print(stable_text(use))"
     )
     told = {
         subprocess.run(

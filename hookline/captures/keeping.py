@@ -24,11 +24,7 @@ from hookline.engine.generation import FORGOTTEN, Step, Untold
 from hookline.engine.handlers import Handler, add_place
 from hookline.engine.slices import Misfit, Slice, spelled, take
 from hookline.errors import SeveralTensors
-from hookline.torch_private import (
-    backward_id,
-    is_view,
-    version_of,
-)
+from hookline.torch_private import LAZY, backward_id, is_view, lazy_clone, version_of
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.sharding import layouts, local
 from hookline.values.snapshots import (
@@ -159,7 +155,8 @@ class Options:
         if type(value) is Tensor:
             try:
                 if self.detach or not value.requires_grad:
-                    return settle(value.detach()[self.at]), None
+                    piece = value.detach()[self.at]
+                    return piece.clone() if piece.nbytes < SMALL else settle(piece), None
                 piece = value[self.at]
                 piece = piece.clone() if is_view(piece) else piece
                 return piece, version_of(piece)
@@ -191,6 +188,17 @@ class _Unsliced(Exception):
 PLAIN = Options()
 
 
+def _keep_gradient(options: Options, grad: Tensor) -> Any:
+    """Return what to keep of a gradient: the commonest case of `Options.keeps` first."""
+    if LAZY and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:
+        try:
+            if grad.untyped_storage().resizable():
+                return lazy_clone(grad), None
+        except RuntimeError:  # no storage
+            pass
+    return options.keeps(grad, gradient_snapshot)
+
+
 class CaptureAsk(Ask):
     """What a capture asks of modules: to log what is kept of their values."""
 
@@ -202,7 +210,7 @@ class CaptureAsk(Ask):
         self.keep_copy = partial(options.keeps, freeze=duplicate)
         self.keeps_first, self.stops = options.keep == "first", options.stop
         if options.keep == "all" and not (options.derives or self.calls):
-            self.keep_gradient = partial(options.keeps, freeze=gradient_snapshot)
+            self.keep_gradient = partial(_keep_gradient, options)
 
     def explain(self, error: Exception) -> Missing:
         return self.options.explain(error)

@@ -41,7 +41,7 @@ from hookline.values.nested import Path, leaves, set_part
 
 if TYPE_CHECKING:
     from hookline.engine.asks import Ask
-    from hookline.engine.calls import RunningCall
+    from hookline.engine.calls import RunningCall, Subject
     from hookline.engine.handlers import Handler
     from hookline.engine.tracer import Tracer
 
@@ -400,26 +400,29 @@ def makes_its_output(module: nn.Module) -> bool:
     return not (forward_hooks_of(module) or forward_pre_hooks_of(module) or global_forward_hooks)
 
 
-def watch_ordinary_output(tracer: Tracer, ask: Ask, call: RunningCall, output: Any) -> bool:
+def watch_ordinary_output(
+    tracer: Tracer, ask: Ask, subject: Subject, number: int, output: Any, start: int, given: Any
+) -> bool:
     """Hook an output that the call has made; return False if that is not all there is to it.
 
-    `watch_outputs` does the same for every output. This takes no handler.
+    `watch_outputs` does the same for every output. This takes no handler. `start` and `given` are
+    those of the call, as it began.
     """
     node = output.grad_fn if type(output) is Tensor else None
-    if node is None or sequence_number(node) < call.sequence:
+    if node is None or sequence_number(node) < start:
         return False
     base = base_of(output)
-    for other, *_ in call.given:
+    for other, *_ in given:
         if other is output or (base is not None and (base_of(other) is base or other is base)):
             return False
     if base is None:
-        hook = GradientHook(tracer.ref, call.subject, ask, call.number)
-        hook.put_on(tracer.tensor_hooks, output)
+        hook = GradientHook(tracer.ref, subject, ask, number)
+        tracer.tensor_hooks.put(output, hook.at_tensor)
         return True
-    if not made_since(base.grad_fn, call.sequence) or not alike(base, output):
+    if not made_since(base.grad_fn, start) or not alike(base, output):
         return False
     if sys.getrefcount(base) > alone() or use_count(base) > 2:
         return False
-    hook = GradientHook(tracer.ref, call.subject, ask, call.number)
+    hook = GradientHook(tracer.ref, subject, ask, number)
     hook.put_on_view(tracer.tensor_hooks, output, base)
     return True

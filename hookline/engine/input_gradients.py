@@ -12,7 +12,6 @@ several arguments has one edge in the graph: only gates, one for each argument, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from hookline.engine import arguments, gradients
 from hookline.engine.gradients import Edge, gate_of, is_gate, made_since
-from hookline.engine.tensor_hooks import GradientHook, at_inner_nodes
+from hookline.engine.tensor_hooks import GradientHook
 from hookline.errors import GradientNotAvailable
 from hookline.torch_private import base_of, is_view, sequence_number, version_of
 from hookline.values.nested import Path, children, leaves, set_part, show_path
@@ -206,7 +205,6 @@ def _watch_paths(
     handler, wanted, number = noted.handler, noted.wanted, call.number
     _refuse_moved(noted, tensors, number)
     stops = {(node, output_nr) for _, node, output_nr, _ in call.given}
-    grouped: dict[Any, list[tuple[int, GradientHook]]] = {}
     starts = [tensor.grad_fn for tensor in tensors]
     reached: set[Path] = set()
     # Autocast keeps the casts of leaves for all modules that use them: they are passed over.
@@ -224,12 +222,11 @@ def _watch_paths(
             hook.dtype = tensor.dtype
         if views:
             handler.guard(hook, *views)
-        grouped.setdefault(node, []).append((position, hook))
-    for node, hooks in grouped.items():
+        hook.position = position
         if is_gate(node, call.serial):
-            hooks[0][1].put_on_gate(handler.tensor_hooks, node)
+            hook.put_on_gate(handler.tensor_hooks, node)
         else:
-            handler.tensor_hooks.add(node, partial(at_inner_nodes, hooks))
+            handler.tensor_hooks.add(node, hook.at_inner_node)
     # Of another path, None says that none flows.
     if () in {path for one in wanted.values() for path in noted.own(one.paths)} - reached:
         handler.explain(number, *NO_PATH)
@@ -319,7 +316,8 @@ def watch_ordinary_input(tracer: Tracer, ask: Ask, call: RunningCall, output: An
     found = _nodes_before(wanted, output_nr, last, start)
     for node, position in found:
         hook = GradientHook(tracer.ref, call.subject, ask, call.number)
-        tracer.tensor_hooks.add(node, partial(at_inner_nodes, [(position, hook)]))
+        hook.position = position
+        tracer.tensor_hooks.add(node, hook.at_inner_node)
     return bool(found)
 
 

@@ -2,7 +2,6 @@
 
 - `GradientHook`: one such hook, for one call and one part of the value
 - `TensorHooks`: the hooks of a context that are taken off at its end
-- `at_inner_nodes(hooks)`: a hook on a node inside a module, for what it passes on to the inputs
 - `cut_out(grad, view, stride, offset)`: the gradient of a view, from that of its base
 """
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import hooks as torch_hooks
 
-from hookline.torch_private import hook_tensor, version_of
+from hookline.torch_private import backward_id, hook_tensor, version_of
 from hookline.values.nested import Path
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from hookline.engine.handlers import Handler
     from hookline.engine.tracer import Ask, Tracer
 
-__all__ = ["GradientHook", "TensorHooks", "at_inner_nodes", "cut_out"]
+__all__ = ["GradientHook", "TensorHooks", "cut_out"]
 
 
 class TensorHooks(list[tuple["weakref.ref[Any]", int]]):
@@ -68,7 +67,8 @@ class GradientHook:
     """
 
     __slots__ = (
-        "aliases", "ask", "base", "dtype", "fired", "muted", "number", "path", "subject", "tracer",
+        "aliases", "ask", "base", "dtype", "fired", "muted", "number", "path", "position",
+        "subject", "tracer",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +76,7 @@ class GradientHook:
     ) -> None:
         self.tracer, self.subject, self.ask = tracer, subject, ask
         self.number, self.path = number, path
+        self.position = 0  # at a node inside a module: which of its edges leads to the input
         self.muted = False  # whether another hook has taken its place
         self.fired = False
         self.dtype: torch.dtype | None = None  # to cast to, where autocast's casts are passed over
@@ -145,28 +146,29 @@ class GradientHook:
         if grad is not None and self.changed and self.base is not None:
             self.deliver(cut_out(grad, self.aliases[0][0], *self.base))
 
+    def at_inner_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
+        """Deliver what a node inside a module passes on to the module's input."""
+        self.at_tensor(grad_inputs[self.position])
+
     def at_gate(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
         """Deliver what has passed a gate."""
         new = self.at_tensor(grad_inputs[0])
         return None if new is None else (new,)
 
     def deliver(self, grad: Tensor | None) -> Tensor | None:
-        """Give a gradient to the tracer; return what replaces it, or None."""
-        tracer = self.tracer()
+        """Log a gradient, or give it to the handler; return what replaces it, or None."""
+        tracer, ask = self.tracer(), self.ask
         if grad is None or tracer is None or self.muted:
             return None
         self.fired = True
         if self.dtype is not None:
             grad = grad.to(self.dtype)
-        return tracer.take_gradient(self, grad)
-
-
-def at_inner_nodes(
-    hooks: list[tuple[int, GradientHook]], grad_inputs: tuple[Tensor | None, ...], _: Any
-) -> None:
-    """Deliver what a node inside a module passes on to the module's inputs."""
-    for position, hook in hooks:
-        hook.at_tensor(grad_inputs[position])
+        if ask.keep_gradient is None:
+            handler = tracer.handler(self.subject, ask)
+            return handler.gradient(grad, self.number, self.path)
+        number = self.number, backward_id(), self.path
+        tracer.events.append((self.subject, ask, number, ask.keep_gradient(grad)))
+        return None
 
 
 def cut_out(grad: Tensor, view: Tensor, stride: Any, offset: int) -> Tensor:

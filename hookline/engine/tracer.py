@@ -3,7 +3,7 @@
 - `Tracer`: two hooks, the same for all modules of a context, and the log of what they saw
 
 To read it: `put_on` puts the hooks on, `before` and `after` are the hooks, `begin` and `end` are
-for a call of which more is asked than a look at its output, `take_gradient` is for gradients, and
+for a call of which more is asked than a look at its output, and
 `sort` gives the log to handlers when it is read.
 
 A hook appends an event `(subject, ask, number, kept)` to the log. A handler, the object for one
@@ -26,7 +26,7 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.engine import arguments, gradients, input_gradients
 from hookline.engine.asks import Ask, Missing, Plan
@@ -40,7 +40,7 @@ from hookline.engine.handlers import KEEP, PART_REMEDY, Handler, add_place
 from hookline.engine.module_hooks import ACTIVE, CLOSED, ModuleHooks
 from hookline.engine.offloading import value_of
 from hookline.engine.operations import Operation
-from hookline.engine.tensor_hooks import GradientHook, TensorHooks
+from hookline.engine.tensor_hooks import TensorHooks
 from hookline.places.resolution import Place, Target
 from hookline.places.tree import Step as Named
 from hookline.places.tree import walk
@@ -283,11 +283,10 @@ class Tracer(ModuleHooks):
         plan = self.plans.get(id(module))
         if plan is None:
             return None
-        call = self.running.pop(frame, None)
-        if call is None:
-            if plan.paired:  # the context was entered while the module was running
-                return None
-            call = RunningCall(id(module), frame)
+        call = self.running.pop(frame, None) if plan.paired else RunningCall(id(module), frame)
+        if call is None:  # the context was entered while the module was running
+            return None
+        if not plan.paired:
             call.ordinary = plan.light and _is_ordinary(module)
             if not call.ordinary:
                 self.begin(plan, call, module, args, kwargs, 0)
@@ -365,11 +364,14 @@ class Tracer(ModuleHooks):
         subject = call.subject
         call.number = number = self.counts[subject]
         self.counts[subject] = number + 1
-        self.tensor_hooks.prune()
+        if len(self.tensor_hooks) >= self.tensor_hooks.many:
+            self.tensor_hooks.prune()
         for ask in plan.outputs:
             self.events.append((subject, ask, number, self._kept(ask, subject, number, output)))
+        watch_output = gradients.watch_ordinary_output
         for ask in plan.grad_outputs:
-            if not gradients.watch_ordinary_output(self, ask, call, output):
+            start, given = call.sequence, call.given
+            if not watch_output(self, ask, subject, number, output, start, given):
                 gradients.watch_outputs(self.handler(subject, ask), output, output, call)
         for ask in plan.grad_inputs:
             if not input_gradients.watch_ordinary_input(self, ask, call, output):
@@ -540,16 +542,6 @@ class Tracer(ModuleHooks):
         if call.recomputed:
             return call.number in self.handler(call.subject, ask).reasons
         return self._is_meant(ask, call)
-
-    def take_gradient(self, hook: GradientHook, grad: Tensor) -> Tensor | None:
-        """Take a gradient that has arrived; return what replaces it, or None."""
-        keep = hook.ask.keep_gradient
-        if keep is None:
-            handler = self.handler(hook.subject, hook.ask)
-            return handler.gradient(grad, hook.number, hook.path)
-        number = hook.number, backward_id(), hook.path
-        self.events.append((hook.subject, hook.ask, number, keep(grad)))
-        return None
 
     # -- logging --------------------------------------------------------------------------------
 
