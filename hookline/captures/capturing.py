@@ -186,7 +186,7 @@ class capture(Context):
         return (subject, ask) in self._fired
 
     def _any_fired(self) -> bool:
-        return bool(self._fired)
+        return bool(self._fired) or any(ask.port == "grad" for ask, _ in self._tracer.asked)
 
     def _all_fired(self) -> bool:
         """Return True if no error is due, as far as the log tells."""

@@ -154,10 +154,10 @@ class Options:
         """Do what `keeps` does for an index of a plain tensor."""
         if type(value) is Tensor:
             try:
-                if self.detach or not value.requires_grad:
-                    piece = value.detach()[self.at]
+                piece = (value.detach() if self.detach else value)[self.at]
+                if not piece.requires_grad:
+                    piece = piece.detach()
                     return piece.clone() if piece.nbytes < SMALL else settle(piece), None
-                piece = value[self.at]
                 piece = piece.clone() if is_view(piece) else piece
                 return piece, version_of(piece)
             except (IndexError, TypeError, ValueError, RuntimeError):
@@ -277,7 +277,7 @@ class CaptureHandler(Handler):
             # The shares of an input come one by one. What cannot be read is refused on reading.
             held = parts[path]
             readable = unreadable(held[0], None, None) is None
-            kept = (held[0] + kept[0], None) if readable else held
+            kept = self.options.keeps(held[0] + kept[0], gradient_snapshot) if readable else held
         parts[path] = kept
 
     # -- reading --------------------------------------------------------------------------------

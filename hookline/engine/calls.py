@@ -56,7 +56,7 @@ class RunningCall:
         self.positional = 0  # how many arguments were passed by position
         self.args: tuple[Any, ...] = ()  # the arguments, once the call is complete
         self.kwargs: Mapping[str, Any] = {}
-        self.pending: list[tuple[Any, int | None, Any]] = []  # inputs, until it is complete
+        self.pending: list[Any] = []  # events of what came as it began, until it is complete
         # For gradients, as the call began: the number of the next autograd node, the tensors that
         # were passed in, and what is noted of the inputs that are asked for.
         self.sequence = 0
@@ -73,8 +73,8 @@ class RunningCall:
 class Call:
     """Which execution of which module a value belongs to; given to functions that ask for it.
 
-    At an input, `positional` says how many of the arguments were passed by position. At an output,
-    `args` and `kwargs` are the arguments of the call, as the forward got them.
+    `positional` says how many of the arguments were passed by position. At an output, `args` and
+    `kwargs` are the arguments of the call, as the forward got them.
     """
 
     __slots__ = ("_handler", "args", "index", "kwargs", "module", "positional", "recomputed")

@@ -94,7 +94,7 @@ class Slot(ModuleHooks):
     def __init__(self, tracer: Tracer, detach: bool) -> None:
         self.context, self.owner, self.keeper = tracer.context, tracer.owner, None
         self.key = tracer.key
-        self.tracer, self.detach = tracer, detach
+        self.tracer, self.detach = tracer.ref, detach  # weakly: the tracer holds this
         self.value: Tensor | None = None  # of the last compiled call, if no other came since
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -108,8 +108,9 @@ class Slot(ModuleHooks):
     @outside_graphs
     def leave_graph(self, module: nn.Module, args: Any, output: Any) -> None:
         """Do the tracer's ordinary work."""
-        if self.context is None:
+        tracer = None if self.context is None else self.tracer()
+        if tracer is None:
             self.remove_from(module)
         else:
             self.value = None
-            self.tracer.after(module, args, output)
+            tracer.after(module, args, output)

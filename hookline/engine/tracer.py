@@ -342,8 +342,8 @@ class Tracer(ModuleHooks):
         if plan.takes_cache and self.generation is not None:
             self.generation.leave(cast(types.FrameType, call.frame))
         self._number(plan, call)
-        for ask, number, kept in call.pending:
-            self._log(call.subject, ask, call.number if number is None else number, kept)
+        for subject, ask, number, kept in call.pending:
+            self._log(subject, ask, call.number if number is None else number, kept)
         new = output
         for ask in plan.outputs:
             if self._is_meant(ask, call):
@@ -433,8 +433,8 @@ class Tracer(ModuleHooks):
         for key, call in [*self.running.items()]:
             if call.frame is None or is_over(call.frame):
                 self.running.pop(key, None)
-                for ask, number, kept in call.pending:
-                    self.late.append((call.subject, ask, number, kept))
+                for event in call.pending:
+                    self.late.append(event)
         self.deepest = max(self.deepest, len(self.running))
 
     def _step(
@@ -472,8 +472,7 @@ class Tracer(ModuleHooks):
             if ask.keep is None:
                 handler.receive(value, call)
             elif not call.recomputed:
-                number = None if ask.calls is None else call.number
-                self._keep(subject, ask, number, value, True)
+                self._hold(ask, call, subject, value, shared=True)
 
     def _offer_input(
         self, ask: Ask, call: RunningCall, owner: Any, args: Any, kwargs: Any
@@ -489,17 +488,23 @@ class Tracer(ModuleHooks):
         if ask.keep is None:
             new = self.handler(call.subject, ask).receive(value, call)
             return (args, kwargs) if new is KEEP else arguments.write(owner, args, kwargs, ask, new)
-        if not (call.recomputed or self._is_settled(ask, call.subject)):
-            number = None if ask.calls is None else call.number
+        if not call.recomputed:
             # Others may hold the address of the model's own arguments.
             shared = self.ident_of(call.subject) == id(self.model)
-            kept = self._kept(ask, call.subject, number, value, shared)
-            call.pending.append((ask, number, kept))
-            if type(kept) is Missing:
-                return args, kwargs
-        if not call.recomputed:
-            self._arrived(call.subject, ask)
+            self._hold(ask, call, call.subject, value, shared)
         return args, kwargs
+
+    def _hold(
+        self, ask: Ask, call: RunningCall, subject: Subject, value: Any, shared: bool
+    ) -> None:
+        """Keep a value that comes as a call begins, until the call is complete."""
+        if not self._is_settled(ask, subject):
+            number = None if ask.calls is None else call.number
+            kept = self._kept(ask, subject, number, value, shared)
+            call.pending.append((subject, ask, number, kept))
+            if type(kept) is Missing:
+                return
+        self._arrived(subject, ask)
 
     def _offer_output(self, ask: Ask, call: RunningCall, output: Any) -> Any:
         """Give an output, or a part of it, to who asked for it; return the new output."""
@@ -512,8 +517,12 @@ class Tracer(ModuleHooks):
         if ask.keep is None:
             new = self.handler(subject, ask).receive(value, call)
             return output if new is KEEP or new is value else set_part(output, ask.parts, new)
-        if not call.recomputed:
-            self._keep(subject, ask, call.number, value)
+        if call.recomputed:
+            return output
+        if self._is_settled(ask, subject):
+            self._arrived(subject, ask)
+        else:
+            self._log(subject, ask, call.number, self._kept(ask, subject, call.number, value))
         return output
 
     def _watch_output(self, ask: Ask, call: RunningCall, output: Any) -> Any:
@@ -559,15 +568,6 @@ class Tracer(ModuleHooks):
                 self.events.append((subject, ask, number, ask.explain(error)))
             raise
 
-    def _keep(
-        self, subject: Subject, ask: Ask, number: int | None, value: Any, shared: bool = False
-    ) -> None:
-        """Log what is kept of a value, unless only the first one is kept and it is there."""
-        if self._is_settled(ask, subject):
-            self._arrived(subject, ask)
-        else:
-            self._log(subject, ask, number, self._kept(ask, subject, number, value, shared))
-
     def _log(self, subject: Subject, ask: Ask, number: int | None, kept: Any) -> None:
         self.events.append((subject, ask, number, kept))
         if type(kept) is not Missing:
@@ -580,7 +580,7 @@ class Tracer(ModuleHooks):
             handler.missing(call.number, problem)
         elif as_input:
             number = None if ask.calls is None else call.number
-            call.pending.append((ask, number, Missing(problem, PART_REMEDY)))
+            call.pending.append((call.subject, ask, number, Missing(problem, PART_REMEDY)))
         elif not call.recomputed:
             self._log(call.subject, ask, call.number, Missing(problem, PART_REMEDY))
 
@@ -601,8 +601,8 @@ class Tracer(ModuleHooks):
     def _keep_late(self) -> None:
         """Log the inputs of calls that never completed, after all others."""
         for call in [*self.running.values()]:
-            for ask, number, kept in call.pending:
-                self.late.append((call.subject, ask, number, kept))
+            for event in call.pending:
+                self.late.append(event)
         self.running = {}
         late: list[Event] = [*self.late]
         self.late = []
@@ -686,7 +686,9 @@ class Tracer(ModuleHooks):
     def calls_of(self, handler: Handler) -> int:
         """Return how many calls of the module or operation at a place were completed."""
         subject = self._called(handler)
-        return self.counts.get(subject, 0) or sum([event[0] == subject for event in self.events])
+        if self.whole is None:
+            return self.counts.get(subject, 0)
+        return len([event for event in self.events if event[0] == subject])
 
     def foreign_calls(self, handler: Handler) -> int:
         """Return how many calls at a place belonged to other threads and tasks."""
