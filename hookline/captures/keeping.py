@@ -277,7 +277,8 @@ class CaptureHandler(Handler):
             # The shares of an input come one by one. What cannot be read is refused on reading.
             held = parts[path]
             readable = unreadable(held[0], None, None) is None
-            kept = self.options.keeps(held[0] + kept[0], gradient_snapshot) if readable else held
+            total = self.options.keeps(held[0] + kept[0], gradient_snapshot) if readable else held
+            kept = cast(Kept, total)
         parts[path] = kept
 
     # -- reading --------------------------------------------------------------------------------
