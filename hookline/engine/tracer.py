@@ -3,8 +3,8 @@
 - `Tracer`: two hooks, the same for all modules of a context, and the log of what they saw
 
 To read it: `put_on` puts the hooks on, `before` and `after` are the hooks, `begin` and `end` are
-for a call of which more is asked than a look at its output, and
-`sort` gives the log to handlers when it is read.
+for a call of which more is asked than a look at its output, and `sort` gives the log to handlers
+when it is read.
 
 A hook appends an event `(subject, ask, number, kept)` to the log. A handler, the object for one
 place, is made when somebody reads, or when a value is to be replaced.
