@@ -522,9 +522,10 @@ def model_of(record: Record) -> nn.Module | None:
 
 
 def first_value(record: Record, where: Any) -> Any:
-    """Return the value of the first call at a place."""
+    """Return the value of the first call at a place that gave one."""
     handler, parts = record._find(where)
-    call, kept = record._kept(handler)[0]
+    found = (entry for entry in record._kept(handler) if entry[1] is not None)
+    call, kept = next(found, (0, None))
     return record._read(handler, kept, parts, call)
 
 

@@ -57,7 +57,8 @@ def isolated(
     indices = [one if isinstance(one, ModuleIndex) else _indexed(one) for one in models]
     modules = [module for index in indices for module in index.modules]
     modes = modes_of(modules)
-    parameters = [p for index in indices for p in index.all_parameters if p is not None]
+    held = [p for index in indices for p in index.all_parameters]
+    parameters = [p for p in held if p is not None and p.is_leaf]  # others have no gradient
     grads = [p.grad for p in parameters]
     undo = _buffers_back(modules)
     for index in indices:
