@@ -431,8 +431,8 @@ class Tracer(ModuleHooks):
     def _drop_raised(self) -> None:
         """Set calls aside that raised."""
         for key, call in [*self.running.items()]:
-            if call.frame is None or is_over(call.frame):
-                self.running.pop(key, None)
+            # Another thread may have ended the call meanwhile: then it is no longer there.
+            if (call.frame is None or is_over(call.frame)) and self.running.pop(key, None) is call:
                 for event in call.pending:
                     self.late.append(event)
         self.deepest = max(self.deepest, len(self.running))
@@ -600,10 +600,10 @@ class Tracer(ModuleHooks):
 
     def _keep_late(self) -> None:
         """Log the inputs of calls that never completed, after all others."""
-        for call in [*self.running.values()]:
+        while self.running:  # other threads may still end calls, each by one of both
+            _, call = self.running.popitem()
             for event in call.pending:
                 self.late.append(event)
-        self.running = {}
         late: list[Event] = [*self.late]
         self.late = []
         if not late:
