@@ -9,6 +9,9 @@ behind, and hold for any engine.
 """
 
 import dis
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -162,3 +165,24 @@ def test_a_global_setting_lasts_until_its_last_user_ends():
     setting.begin(users[0])
     assert len(entered) == 2
     setting.end(users[0])
+
+
+def test_threads_that_give_up_a_lock_that_an_interrupt_left_go_on_to_the_same_one():
+    waiting = threading.Barrier(4)
+
+    class Left:  # never released
+        def acquire(self, timeout):
+            waiting.wait(timeout=60)
+            return False
+
+    setting = Setting(nullcontext)
+    setting.lock = Left()
+
+    def take():
+        lock = setting.acquire()
+        lock.release()
+        return lock
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = [pool.submit(take) for _ in range(4)]
+        assert len({done.result() for done in taken}) == 1

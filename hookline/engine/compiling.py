@@ -30,31 +30,51 @@ __all__ = ["Setting", "Slot", "resume", "suspend"]
 
 
 class Setting:
-    """A reference-counted global setting. Its users may end in any order."""
+    """A reference-counted global setting. Its users may end in any order.
+
+    An interrupt at a bad moment, as Python leaves a `with` statement, leaves its lock locked: then
+    other threads would wait for ever. After a while they go on to another lock.
+    """
+
+    patience = 10.0  # seconds; a machine that is busy can let a thread wait for one or two
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
         self.lock = threading.RLock()  # a user may be collected, and end, while it is held
+        self.later: dict[threading.RLock, threading.RLock] = {}
         self.users: set[int] = set()
         self.undo: Any = None
 
+    def acquire(self) -> threading.RLock:
+        """Take the lock, or the one after it if the lock was left locked."""
+        lock = self.lock
+        while not lock.acquire(timeout=self.patience):
+            lock = self.lock = self.later.setdefault(lock, threading.RLock())  # the same for all
+        return lock
+
     def begin(self, user: object) -> None:
         """Add a user; the first one sets it."""
-        with self.lock:
+        lock = self.acquire()
+        try:
             self.users.add(id(user))
-            if self.undo is None:
+            if len(self.users) == 1:
                 self.undo = self.make()
                 self.undo.__enter__()
+        finally:
+            lock.release()
 
     def end(self, user: object) -> None:
         """Remove a user; the last one restores what was before. May be called again."""
-        if self.undo is None:
+        if self.undo is None and not self.users:
             return
-        with self.lock:
+        lock = self.acquire()
+        try:
             self.users.discard(id(user))
             if not self.users and self.undo is not None:
                 self.undo.__exit__(None, None, None)
                 self.undo = None
+        finally:
+            lock.release()
 
 
 class _HookGuards:
