@@ -154,9 +154,9 @@ class Options:
         """Do what `keeps` does for an index of a plain tensor."""
         if type(value) is Tensor:
             try:
-                piece = (value.detach() if self.detach else value)[self.at]
+                kept = value.detach() if self.detach and value.requires_grad else value
+                piece = kept[self.at]
                 if not piece.requires_grad:
-                    piece = piece.detach()
                     return piece.clone() if piece.nbytes < SMALL else settle(piece), None
                 piece = piece.clone() if is_view(piece) else piece
                 return piece, version_of(piece)

@@ -87,7 +87,6 @@ class Record:
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._refused = refused  # what a wildcard matched and no hook can see, with the reason
         # Ways to find a handler, once they were needed.
-        self._by_name: dict[str, CaptureHandler] | None = None
         self._by_key: dict[Any, list[int]] | None = None
         self._places: dict[Place, CaptureHandler] | None = None
         self._lock = threading.RLock()  # two threads may be the first to read
@@ -388,7 +387,7 @@ class Record:
     def _find(self, where: Any) -> tuple[CaptureHandler, Path]:
         """Return what was captured at a place, and the parts to take of its values."""
         if isinstance(where, str):
-            found = self._spelled().get(where)
+            found = self._spelled(where)
             if found is not None:
                 return found, ()
             if where in self._refused:
@@ -406,12 +405,12 @@ class Record:
             raise self._not_captured(where)
         return held
 
-    def _spelled(self) -> dict[str, CaptureHandler]:
-        """Return what was captured by place, as it was asked for."""
-        handlers = self._handlers  # with what came since
-        if self._by_name is None:
-            self._by_name = {str(one.target.place): one for one in reversed(handlers)}
-        return self._by_name
+    def _spelled(self, text: str) -> CaptureHandler | None:
+        """Return what was captured at a place that is spelled as it was asked for."""
+        if self._tracer is None:
+            return next((one for one in self._held if str(one.target.place) == text), None)
+        key = self._tracer.key_at(text)
+        return None if key is None else cast("CaptureHandler", self._tracer.read(*key))
 
     def _resolved(self, model: nn.Module, where: Any) -> tuple[CaptureHandler, Path] | None:
         """Find a place in the model, and what was captured there."""

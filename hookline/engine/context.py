@@ -225,7 +225,6 @@ class Context(Entering):
         if error is not None:
             raise error
         tracer = self._tracer
-        tracer.sort()
         foreign = max(tracer.foreign.values(), default=0)
         if foreign and not self._owned:  # of operations: hooks see the calls of every thread
             raise NeverFired(
@@ -250,7 +249,7 @@ class Context(Entering):
             matches = ""
             if len(keys) > 1 and not request.literal:
                 matches = f", nor any other of the {len(keys)} places that match {request.asked}"
-            handler = tracer.handler(*(lost or missing)[0])
+            handler = tracer.read(*(lost or missing)[0])
             raise never_fired(handler, self._verb, self._model, self._any_fired(), matches)
 
 

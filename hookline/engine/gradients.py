@@ -417,7 +417,7 @@ def watch_ordinary_output(
             return False
     if base is None:
         hook = GradientHook(tracer.ref, subject, ask, number)
-        tracer.tensor_hooks.put(output, hook.at_tensor)
+        tracer.tensor_hooks.put(output, hook.deliver)
         return True
     if not made_since(base.grad_fn, start) or not alike(base, output):
         return False

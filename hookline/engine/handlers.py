@@ -41,6 +41,7 @@ class Handler:
         self.target, self.tracer, self.ask = target, tracer, ask
         self.fired = 0  # how often this did what was asked of it
         self.seen = 0  # how many values came
+        self.taken = 0  # how many events of the log were taken
         self.wrote = False  # whether a value was changed in place
         self.silent = ""  # why nothing happened, where more is known than usual
         # Why a call gave nothing, by call and by path in the value, with the remedy.

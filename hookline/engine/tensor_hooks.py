@@ -155,6 +155,7 @@ class GradientHook:
         new = self.at_tensor(grad_inputs[0])
         return None if new is None else (new,)
 
+    @torch_hooks.unserializable_hook
     def deliver(self, grad: Tensor | None) -> Tensor | None:
         """Log a gradient, or give it to the handler; return what replaces it, or None."""
         tracer, ask = self.tracer(), self.ask

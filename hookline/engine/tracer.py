@@ -3,8 +3,8 @@
 - `Tracer`: two hooks, the same for all modules of a context, and the log of what they saw
 
 To read it: `put_on` puts the hooks on, `before` and `after` are the hooks, `begin` and `end` are
-for a call of which more is asked than a look at its output, and `sort` gives the log to handlers
-when it is read.
+for a call of which more is asked than a look at its output, and `read` gives a handler what was
+logged of its place.
 
 A hook appends an event `(subject, ask, number, kept)` to the log. A handler, the object for one
 place, is made when somebody reads, or when a value is to be replaced.
@@ -41,6 +41,7 @@ from hookline.engine.module_hooks import ACTIVE, CLOSED, ModuleHooks
 from hookline.engine.offloading import value_of
 from hookline.engine.operations import Operation
 from hookline.engine.tensor_hooks import TensorHooks
+from hookline.places.grammar import escape
 from hookline.places.resolution import Place, Target
 from hookline.places.tree import Step as Named
 from hookline.places.tree import walk
@@ -68,7 +69,9 @@ class Tracer(ModuleHooks):
         self.ref = weakref.ref(self)
         self.model = model  # None once the context has ended
         self.events = new_log(keep)
-        self.sorted = 0  # how many events were given to handlers
+        self.logged: dict[tuple[Subject, Ask], list[Event]] = defaultdict(list)  # sorted by place
+        self.sorted = 0  # how many events are in it
+        self.spelled: dict[str, tuple[Subject, Ask]] | None = None  # places, made when first read
         self.handlers: dict[tuple[Subject, Ask], Handler] = {}
         # What is asked of which modules; once the context has ended, their ids instead.
         self.asked: list[tuple[Ask, list[Named]]] = []
@@ -283,16 +286,19 @@ class Tracer(ModuleHooks):
         plan = self.plans.get(id(module))
         if plan is None:
             return None
-        call = self.running.pop(frame, None) if plan.paired else RunningCall(id(module), frame)
-        if call is None:  # the context was entered while the module was running
-            return None
-        if not plan.paired:
-            call.ordinary = plan.light and _is_ordinary(module)
-            if not call.ordinary:
-                self.begin(plan, call, module, args, kwargs, 0)
-        if call.ordinary:
-            self._end_ordinary(plan, call, output)
-            return None
+        if plan.paired:
+            call = self.running.pop(frame, None)
+            if call is None:  # the context was entered while the module was running
+                return None
+            if call.ordinary:
+                self._end_ordinary(plan, call.subject, frame, output, call)
+                return None
+        else:
+            if plan.light and _is_ordinary(module):
+                self._end_ordinary(plan, id(module), frame, output)
+                return None
+            call = RunningCall(id(module), frame)
+            self.begin(plan, call, module, args, kwargs, 0)
         call.args, call.kwargs = args, kwargs
         return self.end(plan, call, output)
 
@@ -359,20 +365,34 @@ class Tracer(ModuleHooks):
         self.changed.add(call.subject)
         return new
 
-    def _end_ordinary(self, plan: Plan, call: RunningCall, output: Any) -> None:
-        """End an ordinary call of which whole gradients are captured, without a handler."""
-        subject = call.subject
-        call.number = number = self.counts[subject]
+    def _end_ordinary(
+        self,
+        plan: Plan,
+        subject: Subject,
+        frame: types.FrameType,
+        output: Any,
+        call: RunningCall | None = None,
+    ) -> None:
+        """End an ordinary call of which whole gradients are captured, without a handler.
+
+        There is no `call` if nothing had to be known of it before it began.
+        """
+        number = self.counts[subject]
         self.counts[subject] = number + 1
         if len(self.tensor_hooks) >= self.tensor_hooks.many:
             self.tensor_hooks.prune()
         for ask in plan.outputs:
             self.events.append((subject, ask, number, self._kept(ask, subject, number, output)))
+        start, given = (0, ()) if call is None else (call.sequence, call.given)
         watch_output = gradients.watch_ordinary_output
         for ask in plan.grad_outputs:
-            start, given = call.sequence, call.given
             if not watch_output(self, ask, subject, number, output, start, given):
-                gradients.watch_outputs(self.handler(subject, ask), output, output, call)
+                unusual = call or RunningCall(subject, frame)
+                unusual.number = number
+                gradients.watch_outputs(self.handler(subject, ask), output, output, unusual)
+        if call is None:
+            return
+        call.number = number
         for ask in plan.grad_inputs:
             if not input_gradients.watch_ordinary_input(self, ask, call, output):
                 handler = self.handler(subject, ask)
@@ -620,27 +640,38 @@ class Tracer(ModuleHooks):
 
     # -- reading --------------------------------------------------------------------------------
 
-    def sort(self) -> None:
-        """Give what was logged since to the handlers."""
-        with self.lock:
-            if isinstance(self.events, LastEvents):
-                self._sort_single()
-                return
-            for subject, ask, number, kept in self.events[self.sorted :]:
-                handler = None
-                if ask.target is not None or self.ident_of(subject) in self._located():
-                    handler = self.handler(subject, ask)
-                # In one step: an interrupt loses no event, and gives none twice.
-                self.sorted, _ = self.sorted + 1, handler and handler.take(number, kept)
+    def _sort(self) -> None:
+        """Sort by place what was logged since."""
+        if isinstance(self.events, LastEvents):
+            return
+        for event in self.events[self.sorted :]:
+            logged = self.logged[event[0], event[1]]
+            if not (logged and logged[-1] is event):  # else an interrupt came after the append
+                logged.append(event)
+            self.sorted += 1
 
-    def _sort_single(self) -> None:
-        """Give the only event that is kept of each place to its handler."""
-        for (subject, ask), (event, count) in [*self.events.items()]:
-            if ask.target is not None or self.ident_of(subject) in self._located():
-                self.handler(subject, ask).take_only(event[2], event[3], count)
-        for ident, (slot, _) in self.slots.items():
-            if slot.value is not None and self.whole is not None:
-                self.handler(ident, self.whole).take_only(None, (slot.value, None), 1)
+    def read(self, subject: Subject, ask: Ask) -> Handler:
+        """Return the handler for one place, with all that was logged."""
+        with self.lock:
+            handler = self.handler(subject, ask)
+            if isinstance(self.events, LastEvents):
+                self._read_single(handler)
+                return handler
+            self._sort()
+            for _, _, number, kept in self.logged.get((subject, ask), ())[handler.taken :]:
+                # In one step: an interrupt loses no event, and gives none twice.
+                handler.taken, _ = handler.taken + 1, handler.take(number, kept)
+        return handler
+
+    def _read_single(self, handler: Handler) -> None:
+        """Give a handler the only event that is kept of its place."""
+        subject, ask = handler.subject, handler.ask
+        if (subject, ask) in self.events:
+            event, count = self.events[subject, ask]
+            handler.take_only(event[2], event[3], count)
+        slot = self.slots.get(subject) if ask is self.whole else None
+        if slot is not None and slot[0].value is not None:
+            handler.take_only(None, (slot[0].value, None), 1)
 
     def handler(self, subject: Subject, ask: Ask) -> Handler:
         """Return the handler for one place, which is made when it is first needed."""
@@ -652,15 +683,34 @@ class Tracer(ModuleHooks):
 
     def asked_keys(self) -> list[tuple[Subject, Ask]]:
         """Return the keys of all handlers, in the order in which places were asked for."""
-        idents = self.idents or [(ask, [id(m) for _, m in modules]) for ask, modules in self.asked]
-        found = [(ask.subject_at(ident), ask) for ask, held in idents for ident in held]
+        found = [
+            (ask.subject_at(ident), ask) for ask, idents in self._asked_idents() for ident in idents
+        ]
         return list(dict.fromkeys(found))
+
+    def _asked_idents(self) -> list[tuple[Ask, Iterable[int]]]:
+        """Return what is asked of which modules, by their ids."""
+        return self.idents or [(ask, [id(m) for _, m in modules]) for ask, modules in self.asked]
+
+    def key_at(self, text: str) -> tuple[Subject, Ask] | None:
+        """Return the key of the handler for a place that is spelled as it was asked for."""
+        if self.spelled is None:
+            paths = self._located()
+            spelled: dict[str, tuple[Subject, Ask]] = {}
+            for ask, idents in self._asked_idents():
+                if ask.target is not None:
+                    spelled.setdefault(str(ask.target.place), (ask.target.key, ask))
+                    continue
+                ending = Place("", ask.port, ask.parts, ask.operation)
+                for ident in idents:
+                    subject = ident if ask.operation is None else (ident, ask.operation)
+                    spelled.setdefault(escape(paths[ident]) + ending, (subject, ask))
+            self.spelled = spelled
+        return self.spelled.get(text)
 
     def all_handlers(self) -> list[Handler]:
         """Return a handler for each place, with all that was logged."""
-        found = [self.handler(subject, ask) for subject, ask in self.asked_keys()]
-        self.sort()
-        return found
+        return [self.read(subject, ask) for subject, ask in self.asked_keys()]
 
     def fired(self) -> set[tuple[Subject, Ask]]:
         """Return the places that gave something, as far as that is known without their handlers.
@@ -671,7 +721,7 @@ class Tracer(ModuleHooks):
         found = {(event[0], event[1]) for event in self.events if type(event[3]) is not Missing}
         found |= {(i, self.whole) for i, (slot, _) in self.slots.items() if slot.value is not None}
         found |= {key for key, handler in self.handlers.items() if handler.fired}
-        for ask in [ask for ask, _ in self.asked if ask.port.startswith("grad_")]:
+        for ask in {ask: None for ask, _ in self.asked if ask.port.startswith("grad_")}:
             found |= {(subject, ask) for subject, count in self.counts.items() if count}
         return found
 
@@ -720,10 +770,7 @@ class Tracer(ModuleHooks):
     def close(self) -> None:
         """Let go of the model: what was captured does not keep it alive."""
         paths = self._located()
-        if self.whole is not None:
-            self.idents = [(self.whole, paths)]
-        else:
-            self.idents = [(ask, [id(m) for _, m in modules]) for ask, modules in self.asked]
+        self.idents = self._asked_idents() if self.whole is None else [(self.whole, paths)]
         self.asked = [(ask, []) for ask, _ in self.asked]
         self.model, self.modules, self.plans, self.hooked = None, {}, {}, []
         self.slots = {ident: (slot, None) for ident, (slot, _) in self.slots.items()}
