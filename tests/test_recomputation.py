@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -219,6 +220,43 @@ def test_gradients_of_one_call_a_region_are_there(mode):
         model(y).square().sum().backward()
     for place in bare.places():
         torch.testing.assert_close(record[place], bare[place])
+
+
+@modes
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_gradients_of_a_backward_in_another_thread_are_there(mode, port):
+    # As the threads that autograd has for each GPU do, it runs the regions of this context again.
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    def gradients(run, backward):
+        with hl.capture(model, f"*:{port}") as record:
+            backward(run(model, X.clone().requires_grad_()).square().sum())
+        return dict(record.items())
+
+    def in_a_thread(loss):
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(loss.backward).result()
+
+    expected = gradients(without_checkpoint, torch.Tensor.backward)
+    found = gradients(run_in(mode), in_a_thread)
+    assert found.keys() == expected.keys()
+    for place, gradient in expected.items():
+        torch.testing.assert_close(found[place], gradient)
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=["reentrant", "non-reentrant"])
+def test_a_checkpointed_training_of_another_thread_is_not_seen(mode):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+    def step():
+        run_in(mode)(model, X.clone().requires_grad_()).sum().backward()
+
+    with hl.capture(model, "*:grad_output") as record:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(step).result()
+        step()
+    assert [len(record.calls(place)) for place in record.places()] == [1, 1]
 
 
 # torch's composable checkpoint recomputes only once, and does not outlive a forward that ends early

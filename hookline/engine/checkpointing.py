@@ -69,6 +69,10 @@ class Regions:
                 return calls[count] if count < len(calls) else None
         return None
 
+    def run_again(self) -> bool:
+        """Return True if a call of one of the regions runs again now."""
+        return any(again and region in self._calls for region, again in _running())
+
     def awaiting(self) -> bool:
         """Return True if a region that may run again has not done so."""
         # torch ends a recomputation early: the module may not have been called again.

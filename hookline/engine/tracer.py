@@ -239,7 +239,7 @@ class Tracer(ModuleHooks):
         if plan is None or not plan.paired:  # a shallow copy shares its hooks with the module
             return None
         # Taken off meanwhile, it gets no kwargs. The forward hook counts calls of other threads.
-        if kwargs is None or self.owner not in active():
+        if kwargs is None or not (self.owner in active() or self._is_own_again(module)):
             return None
         call = RunningCall(id(module), sys._getframe(1))
         if len(self.running) > self.deepest:
@@ -256,7 +256,7 @@ class Tracer(ModuleHooks):
     @outside_graphs
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward hook."""
-        if self.owner not in active():
+        if self.owner not in active() and not self._is_own_again(module):
             return self.stranger(module)
         whole = self.whole
         if whole is None:
@@ -275,8 +275,8 @@ class Tracer(ModuleHooks):
         self, module: nn.Module, args: Any, kwargs: Any, output: Any = None
     ) -> Any:
         """The forward hook, on modules whose output may be replaced."""
-        if self.owner not in active():  # taken off meanwhile, it gets no kwargs
-            return self.stranger(module)
+        if self.owner not in active() and not self._is_own_again(module):
+            return self.stranger(module)  # taken off meanwhile, it gets no kwargs
         return self._after_planned(module, args, kwargs, output, sys._getframe(1))
 
     def _after_planned(
@@ -432,6 +432,15 @@ class Tracer(ModuleHooks):
         count = count + 1 if last == task else 1
         self.again[subject] = task, count
         return max(self.counts[subject] - count, 0)
+
+    def _is_own_again(self, module: nn.Module) -> bool:
+        """Return True if another thread runs a call of this context again, for its backward.
+
+        Autograd has threads of its own: one for each GPU, and others for nested backwards.
+        """
+        if self.owner == CLOSED or backward_id() == -1 or id(module) not in self.regions:
+            return False
+        return self.regions[id(module)].run_again()
 
     def _is_repeated(self, subject: Subject) -> bool:
         """Return True if a backward runs a call again, of a module whose calls are only logged."""
