@@ -408,7 +408,9 @@ def test_gradients_of_several_backwards_are_told_as_such():
         loss = model(torch.ones(1, 2)).sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    with pytest.raises(hl.SeveralCalls, match=r"There are 2 of them, one a call and backward\."):
+    with pytest.raises(
+        hl.SeveralCalls, match=r"There are 2 of them, one for each call and backward pass\."
+    ):
         record["0:grad_output"]
 
 

@@ -33,7 +33,7 @@ from hookline.errors import (
 )
 from hookline.places.grammar import escape
 from hookline.places.resolution import Place, Request, Target, Where
-from hookline.places.tree import Step, unwrapped, walk
+from hookline.places.tree import NamedModule, unwrapped, walk
 from hookline.selecting import select
 from hookline.torch_private import mask_of
 from hookline.values import tables
@@ -92,7 +92,7 @@ class Patterns:
         if call is None and count > 1:
             raise SeveralCalls(
                 f"The attention pattern at {name!r} was asked for.",
-                f"There are {count} of them, one a call.",
+                f"There are {count} of them, one for each call.",
                 f"Read patterns[{name!r}, n], or patterns.calls({name!r}).",
             )
         if call is not None and not -count <= call < count:
@@ -104,7 +104,7 @@ class Patterns:
         return self._compute(place, operation, kept[call or 0])
 
     def calls(self, where: Any) -> list[Tensor]:
-        """Return the patterns at a place as a list, one a call."""
+        """Return the patterns at a place as a list, one for each call."""
         place, operation, kept = self._find(where)
         return [self._compute(place, operation, one) for one in kept]
 
@@ -377,8 +377,8 @@ class attention(capture):
         self._by_name |= {new.key for new in targets} if named else set()
         return targets
 
-    def _ask_at(self, request: Request) -> list[tuple[Ask, list[Step]]]:
-        entries: list[tuple[Ask, list[Step]]] = []
+    def _ask_at(self, request: Request) -> list[tuple[Ask, list[NamedModule]]]:
+        entries: list[tuple[Ask, list[NamedModule]]] = []
         for target in request.targets:
             named = target.key in self._by_name
             key = target.port, target.operation, named

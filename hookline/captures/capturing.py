@@ -48,8 +48,8 @@ class capture(Context):
         model: any module, or a plain tensor with the place ":grad".
         where: places, or anything else that `select` takes.
         at: an index such as `np.s_[:, -1]`, or a function of the value; only the slice is kept. An
-            index that does not fit a value leaves the forward alone: the end of the `with` tells
-            it if a place has nothing else, and reading that value does.
+            index that fits no value at a place is an error when the `with` ends; one that does not
+            fit a single value is an error when that value is read. The forward goes on.
         transform: a function of the value (after `at`); what it returns is kept. Gradients of a
             nested value arrive one by one, and `at` and `transform` meet each tensor alone.
         detach: keep snapshots of values that require grad, too.

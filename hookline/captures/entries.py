@@ -124,7 +124,7 @@ class Order:
 
 
 def _since(known: int, entries: Mapping[Any, Any]) -> list[Any]:
-    """Return the keys that a dict has got after so many."""
+    """Return the keys that were added to a dict after the first `known`."""
     count = -1
     found: list[Any] = []
     while count != len(entries):  # else more have come from another thread

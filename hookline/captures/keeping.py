@@ -99,7 +99,7 @@ class Options:
         return map_leaves(keep_leaf, value), checks or None
 
     def _derived(self, value: Any) -> Any:
-        """Return what at, transform, device and dtype make of a value; of its memory only that."""
+        """Apply at, transform, device and dtype to a value; keep no other memory of it alive."""
 
         def start(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or (leaf.requires_grad and not self.detach):
@@ -217,7 +217,7 @@ class CaptureAsk(Ask):
 
 
 class CaptureHandler(Handler):
-    """What was captured at one place: one entry a call, or for gradients one a call and pass."""
+    """What was captured at one place: one entry for each call, and backward pass of gradients."""
 
     ask: CaptureAsk
 

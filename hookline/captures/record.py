@@ -140,8 +140,8 @@ class Record:
         if call is None:
             if len(kept) > 1:
                 place = str(self._place(handler))
-                more = " and backward" if "grad" in handler.target.port else ""
-                found = f"There are {len(kept)} of them, one a call{more}."
+                more = " and backward pass" if "grad" in handler.target.port else ""
+                found = f"There are {len(kept)} of them, one for each call{more}."
                 remedy = f"Read record[{place!r}, n], record.calls({place!r}), or capture with "
                 asked = f"The value at {place!r} was asked for."
                 raise SeveralCalls(asked, found, f"{remedy}keep='last'.")
@@ -183,7 +183,7 @@ class Record:
             raise NotCaptured(asked, f"Call {call} cannot be told: {why.found}", why.remedy)
 
     def calls(self, where: Any) -> list[Any]:
-        """The values at a place, always a list: one a call; for gradients one a call and pass.
+        """The values at a place, always a list: one for each call, and backward pass of gradients.
 
         Of a capture with `calls=`, one for each call that was asked for; see `numbered`.
         """

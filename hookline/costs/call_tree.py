@@ -26,8 +26,7 @@ from hookline.engine.calls import is_over
 from hookline.engine.lifecycle import Entering
 from hookline.engine.module_hooks import ACTIVE, SERIALS, ModuleHooks
 from hookline.places.resolution import resolve
-from hookline.places.tree import Step as Named
-from hookline.places.tree import walk
+from hookline.places.tree import NamedModule, walk
 from hookline.torch_private import (
     current_node,
     next_sequence_number,
@@ -213,7 +212,7 @@ class CallTree(Entering):
         clock: Callable[[], float] | None = None,
         graded: bool = True,
         certain: bool = False,
-        walked: list[Named] | None = None,
+        walked: list[NamedModule] | None = None,
     ) -> None:
         super().__init__(model)
         self._walked = walked or walk(model)
@@ -401,7 +400,9 @@ def _frame(up: int) -> Any:
         return None
 
 
-def _called(model: nn.Module, named: list[Named], own: set[nn.Module]) -> dict[nn.Module, int]:
+def _called(
+    model: nn.Module, named: list[NamedModule], own: set[nn.Module]
+) -> dict[nn.Module, int]:
     """Return the modules at which hooks can fire, with their numbers; containers are not called."""
     if isinstance(model, torch.jit.ScriptModule):
         resolve(model, ("",))  # which refuses it, with the reason

@@ -22,12 +22,12 @@ from hookline.engine.call_choice import Which, as_calls
 from hookline.engine.calls import Call, RunningCall
 from hookline.engine.checkpointing import awaited
 from hookline.engine.context import Context, tracer_of
-from hookline.engine.handlers import KEEP, Handler, add_place
+from hookline.engine.handlers import UNCHANGED, Handler, add_place
 from hookline.engine.hooking import takes_call
 from hookline.engine.slices import Misfit, check_at, put
 from hookline.errors import ChangeError
 from hookline.places.resolution import Request, Target, Where, resolve
-from hookline.places.tree import Step
+from hookline.places.tree import NamedModule
 from hookline.torch_private import clear_parametrization_cache, version_of
 from hookline.values.nested import Path, leaves, only_tensor
 
@@ -121,7 +121,7 @@ class ParameterHandler(EditHandler):
 
     def receive(self, value: Any, call: RunningCall) -> Any:
         self.used.add(value is self.tensor)
-        return KEEP
+        return UNCHANGED
 
     @property
     def missed(self) -> bool:
@@ -210,10 +210,10 @@ class edit(Context):
                     self._changes_at.setdefault(key, []).append(change)
         return [request for requests in found for request in requests]
 
-    def _ask_at(self, request: Request) -> list[tuple[Ask, list[Step]]]:
+    def _ask_at(self, request: Request) -> list[tuple[Ask, list[NamedModule]]]:
         if self._changes_at is None:
             return super()._ask_at(request)
-        entries: list[tuple[Ask, list[Step]]] = []
+        entries: list[tuple[Ask, list[NamedModule]]] = []
         for target in request.targets:
             if target.attribute is not None:
                 ask = self._asks.get(target.key) or self._ask_tensor(target)

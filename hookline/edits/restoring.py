@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from hookline.edits.parameter_swap import Swap, Undo, mark
 from hookline.engine.attaching import Anchored
-from hookline.engine.checkpointing import Regions, awaited, running
+from hookline.engine.checkpointing import Regions, awaited, running_modules
 from hookline.engine.fsdp import gatherer, is_gathered, reshard
 from hookline.engine.module_hooks import ModuleHooks
 from hookline.engine.offloading import data_of
 from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound, warn_outside
 from hookline.places.resolution import Target, Where, resolve
-from hookline.places.tree import Step, around, join, tensors_of, walk
+from hookline.places.tree import NamedModule, around, join, tensors_of, walk
 from hookline.torch_private import (
     backward_id,
     buffers_of,
@@ -136,7 +136,7 @@ class preserve(_PutsBack):
         self._undo.append(partial(reshard, self._model, near))
 
 
-def _near(model: nn.Module, target: Target) -> list[Step]:
+def _near(model: nn.Module, target: Target) -> list[NamedModule]:
     """The modules that may have gathered what stands at a target: around it, and in it."""
     outside = [("", module) for module in around(model, target.path)]
     return outside if target.attribute else outside + walk(target.module)
@@ -242,7 +242,7 @@ class _OldCalls(ModuleHooks):
         if self.context is None:
             self.remove_from(module)
         else:
-            held = running(sys._getframe(1))
+            held = running_modules(sys._getframe(1))
             self.count += id(self.model) in held and id(self.new) not in held
 
 

@@ -2,9 +2,9 @@
 
 Read `tracer` first: what an open context does at the calls of its modules. `asks` is what can be
 asked of a module, `calls` a call that runs, `events` the log, and `handlers` the object for one
-place. `context` enters and leaves, on top of `lifecycle` and `module_hooks`; `hooking` is the first
-verb. `gradients`, `input_gradients` and `tensor_hooks` go on into the autograd graph.
+place. `context` enters and leaves, on top of `lifecycle` and `module_hooks`; `hooking` is the verb
+`hook`. `gradients`, `input_gradients` and `tensor_hooks` go on into the autograd graph.
 
-To be left for later, each about one thing: `operations` inside a forward, `checkpointing`,
-`compiling`, `fsdp`, `offloading`, `generation`.
+The others can wait until they are needed; each is about one feature of torch: `operations`,
+`checkpointing`, `compiling`, `fsdp`, `offloading`, `generation`.
 """

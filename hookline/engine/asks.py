@@ -99,6 +99,8 @@ class Plan:
         self.outputs = of_port("output")
         self.grad_inputs = of_port("grad_input", "grad_inputs")
         self.grad_outputs = of_port("grad_output")
+        found = self.values, self.inputs, self.outputs, self.grad_inputs, self.grad_outputs
+        assert sum(map(len, found)) == len(asks), "a port is not known"
         self.gradients = bool(self.grad_inputs or self.grad_outputs)
         self.takes_cache = takes_cache  # whether its calls tell the steps of a generation
         apart = any(ask.paired for ask in asks)

@@ -1,9 +1,16 @@
 """Activation checkpointing: find out which call a backward runs again.
 
 - `Regions`: the calls of one module inside checkpointed regions, and which of them runs again
-- `around_region(frame)`: the modules that run, if what is saved now is for such a region
-- `running(frame)`: the modules that run
+- `around_region(frame)`: the ids of the running modules, if torch saves for a checkpoint now
+- `running_modules(frame)`: the ids of the running modules
 - `awaited(what)`: the error if a region will run again when a change in it is undone
+
+A module inside a region is called twice: in the forward and, with the same values and in the same
+order, in the backward. A call is noted for its regions when it ends (`note`); a call inside a
+backward gets the number of the one that it repeats (`again`). A non-reentrant region makes its
+graph in the forward, where its gradients are hooked, and torch ends its recomputation early, so
+that the last calls may not come again. A reentrant region runs without gradients in the forward;
+the graph, and what is hooked, is that of the recomputation.
 
 A region is known by an object of torch's that lives as long as its graph: the frame of a
 non-reentrant checkpoint, or the `ctx` of a reentrant one (or of any other autograd function that
@@ -32,14 +39,14 @@ from hookline.torch_private import (
     saved_tensor_hooks_set_aside,
 )
 
-__all__ = ["Regions", "around_region", "awaited", "running"]
+__all__ = ["Regions", "around_region", "awaited", "running_modules"]
 
 
 class Regions:
     """The calls of one module inside checkpointed regions, and which of them runs again."""
 
     def __init__(self) -> None:
-        # Whether a region began inside a call of the module: it runs again without the call.
+        # Whether a region began inside a call: the recomputation passes by the module itself.
         self.hidden = False
         self._calls: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         # Of each region that was recomputed: in which backward, and how many calls of it.
@@ -50,9 +57,9 @@ class Regions:
 
         `changing` is true if the call may be changed, perhaps by an operation inside it.
         """
-        for region in [region for region, recomputing in _running() if not recomputing]:
+        for region in [region for region, recomputing in _running_regions() if not recomputing]:
             self._calls.setdefault(region, []).append(index)
-        for region, _ in _running(within=True) if changing else ():
+        for region, _ in _running_regions(within=True) if changing else ():
             # Without gradients nothing is saved, there are no next nodes, and nothing comes again.
             own = autograd_function(region) is checkpoint.CheckpointFunction
             self.hidden |= region in _saved() or (own and bool(region.next_functions))
@@ -60,7 +67,7 @@ class Regions:
     def again(self) -> int | None:
         """Return the number of the call that a backward runs again; None if no region is known."""
         task = backward_id()
-        for region, recomputing in reversed(_running()):
+        for region, recomputing in reversed(_running_regions()):
             if recomputing and region in self._calls:
                 last, count = self._again.get(region, (-1, 0))
                 count = count if last == task else 0
@@ -71,7 +78,7 @@ class Regions:
 
     def run_again(self) -> bool:
         """Return True if a call of one of the regions runs again now."""
-        return any(again and region in self._calls for region, again in _running())
+        return any(again and region in self._calls for region, again in _running_regions())
 
     def awaiting(self) -> bool:
         """Return True if a region that may run again has not done so."""
@@ -80,7 +87,7 @@ class Regions:
         return self.hidden or any(r not in self._again and id(r) not in done for r in self._calls)
 
 
-def _running(within: bool = False) -> list[tuple[Any, bool]]:
+def _running_regions(within: bool = False) -> list[tuple[Any, bool]]:
     """Return the regions that run, the outermost first, and whether they run again.
 
     With `within`, only those that began within the innermost call of a module.
@@ -104,10 +111,10 @@ def around_region(frame: FrameType) -> set[int] | None:
     """Return the ids of the modules that run, if what is saved now is for a region."""
     near = [frame, frame.f_back, frame.f_back and frame.f_back.f_back]  # torch's stand between
     inside = any(one and checkpoint_code(one.f_code) for one in near)
-    return running(frame) if inside else None
+    return running_modules(frame) if inside else None
 
 
-def running(frame: FrameType | None) -> set[int]:
+def running_modules(frame: FrameType | None) -> set[int]:
     """Return the ids of the modules that run, seen from a frame."""
     found: set[int] = set()
     while frame is not None:

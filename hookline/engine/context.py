@@ -31,7 +31,7 @@ from hookline.engine.reasons import never_fired
 from hookline.engine.tracer import Tracer
 from hookline.errors import ChangeError, NeverFired, NotHookable, PlaceError, warn_outside
 from hookline.places.resolution import Place, Request, Target, Where, resolve
-from hookline.places.tree import Step, around, walk
+from hookline.places.tree import NamedModule, around, walk
 
 __all__ = [
     "Context", "first_names", "named_place", "see_own_calls", "settled", "targets_of", "tracer_of",
@@ -100,9 +100,9 @@ class Context(Entering):
         if owner is not None:
             ACTIVE.set(ACTIVE.get() | {owner})
 
-    def _ask_at(self, request: Request) -> list[tuple[Ask, list[Step]]]:
+    def _ask_at(self, request: Request) -> list[tuple[Ask, list[NamedModule]]]:
         """Return what a request asks of which modules."""
-        entries: list[tuple[Ask, list[Step]]] = []
+        entries: list[tuple[Ask, list[NamedModule]]] = []
         if request.modules:
             ask = self._shared_ask(request.port or "output", request.parts, request.operation)
             entries.append((ask, request.modules))
@@ -238,7 +238,9 @@ class Context(Entering):
         for request, entries in zip(self._requests, self._asked, strict=True):
             self._verify_request(request, entries)
 
-    def _verify_request(self, request: Request, entries: list[tuple[Ask, list[Step]]]) -> None:
+    def _verify_request(
+        self, request: Request, entries: list[tuple[Ask, list[NamedModule]]]
+    ) -> None:
         """Raise an error if a literal place did not fire, or none that a wildcard matches."""
         tracer = self._tracer
         found = [(ask.subject_at(id(m)), ask) for ask, modules in entries for _, m in modules]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.engine import gradients
-from hookline.places.tree import Step, around, walk
+from hookline.places.tree import NamedModule, around, walk
 from hookline.torch_checks import passes, require
 from hookline.torch_private import is_fsdp_managed, recover_fsdp, recovers_fsdp
 from hookline.values.sharding import loaded
@@ -67,7 +67,7 @@ def watch_gathered(handler: Handler, tensor: Tensor | None) -> None:
         gradients.watch_tensor(handler, tensor)
 
 
-def reshard(model: nn.Module, walked: list[Step] | None = None) -> None:
+def reshard(model: nn.Module, walked: list[NamedModule] | None = None) -> None:
     """Free gathered parameters, so that the sharded ones stand in the modules."""
     kind = loaded("fsdp", "FSDPModule")
     for _, module in (walked or walk(model)) if kind else ():

@@ -63,7 +63,10 @@ NONE_CAME = (
     "Run the forward and the backward inside the `with`.",
 )
 NO_GRAD = (
-    "the value did not require grad (torch.no_grad, inference mode, or nothing to train).",
+    (
+        "the value did not require grad (torch.no_grad, inference mode, nothing to train, or a "
+        "reentrant checkpoint whose backward did not run)."
+    ),
     "Run it with gradients on; for those of data, call x.requires_grad_() before.",
 )
 NO_TENSOR = (
@@ -145,7 +148,7 @@ def without(value: Any) -> tuple[str, str]:
 def note_recomputed(handler: Handler, number: int) -> None:
     """Replace the reason of the first run of a call whose gradients come by its recomputation.
 
-    The call keeps a reason, by which it is known to need watching whenever it is recomputed.
+    A call keeps a reason: `Handler.gave_none` tells from it that each recomputation is watched.
     """
     if torch.is_grad_enabled():
         handler.explain(number, *NONE_CAME)
@@ -403,7 +406,7 @@ def makes_its_output(module: nn.Module) -> bool:
 def watch_ordinary_output(
     tracer: Tracer, ask: Ask, subject: Subject, number: int, output: Any, start: int, given: Any
 ) -> bool:
-    """Hook an output that the call has made; return False if that is not all there is to it.
+    """Hook an output that the call has made; return False if the general way is needed.
 
     `watch_outputs` does the same for every output. This takes no handler. `start` and `given` are
     those of the call, as it began.

@@ -1,7 +1,7 @@
 """Handlers: what a context does with the values at one place, call by call.
 
 - `Handler`: the base class; `capture`, `edit`, `hook` and the tools define subclasses
-- `KEEP`: what a handler returns to leave a value as it is
+- `UNCHANGED`: what a handler returns to leave a value as it is
 - `add_place(error, handler)`: tell in a note of the user's exception where it was raised
 """
 
@@ -21,13 +21,14 @@ from hookline.values.nested import Path
 from hookline.values.sharding import copied
 
 if TYPE_CHECKING:
+    from hookline.engine.asks import Ask
     from hookline.engine.generation import Step, Untold
     from hookline.engine.tensor_hooks import GradientHook, TensorHooks
-    from hookline.engine.tracer import Ask, Tracer
+    from hookline.engine.tracer import Tracer
 
-__all__ = ["KEEP", "PART_REMEDY", "Handler", "add_place"]
+__all__ = ["PART_REMEDY", "UNCHANGED", "Handler", "add_place"]
 
-KEEP: Any = object()
+UNCHANGED: Any = object()
 PART_REMEDY = "Capture the whole value and look at record[place] to see its parts."
 _RECENT = 64  # calls whose gradients may still come
 
@@ -90,7 +91,7 @@ class Handler:
     # -- values ---------------------------------------------------------------------------------
 
     def receive(self, value: Any, call: RunningCall) -> Any:
-        """Take a value; return KEEP or what replaces it."""
+        """Take a value; return UNCHANGED or what replaces it."""
         raise AssertionError("a handler receives")
 
     def take(self, number: Any, kept: Any) -> None:
@@ -154,7 +155,7 @@ class Handler:
         call.number = number
         new = self.receive(copied(grad), call)
         self.remember(self.reached, number, None)
-        return None if new is KEEP else new
+        return None if new is UNCHANGED else new
 
     def expect(self, value: Any, number: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         """Note a call whose gradients will come, for these tensors of this value."""
@@ -189,6 +190,10 @@ class Handler:
         if path:  # what is known of a part counts more, and later, than what is known of the whole
             parts.pop((), None)
         self.remember(self.reasons, number, parts)
+
+    def gave_none(self, number: int) -> bool:
+        """Return True if it was noted why a call cannot give a gradient."""
+        return number in self.reasons
 
     def why(self, number: int | None = None) -> tuple[str, str] | None:
         """Return why a call, or the first such call, gave nothing, with the remedy, if known."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hookline.engine.asks import Ask
 from hookline.engine.calls import Call, RunningCall
 from hookline.engine.context import Context
-from hookline.engine.handlers import KEEP, Handler, add_place
+from hookline.engine.handlers import UNCHANGED, Handler, add_place
 from hookline.errors import PlaceError
 from hookline.places.resolution import Where
 
@@ -70,7 +70,7 @@ class HookHandler(Handler):
             asked = f"A hook at {str(self.place)!r} returned a value:"
             remedy = "Use hookline.edit(model, place, change), which puts it back afterwards."
             raise PlaceError(asked, "a parameter or buffer cannot be replaced by a hook.", remedy)
-        return KEEP if new is None else new
+        return UNCHANGED if new is None else new
 
 
 class hook(Context):

@@ -19,9 +19,10 @@ from hookline.torch_private import backward_id, hook_tensor, version_of
 from hookline.values.nested import Path
 
 if TYPE_CHECKING:
+    from hookline.engine.asks import Ask
     from hookline.engine.calls import Subject
     from hookline.engine.handlers import Handler
-    from hookline.engine.tracer import Ask, Tracer
+    from hookline.engine.tracer import Tracer
 
 __all__ = ["GradientHook", "TensorHooks", "cut_out"]
 

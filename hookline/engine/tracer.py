@@ -9,9 +9,10 @@ logged of its place.
 A hook appends an event `(subject, ask, number, kept)` to the log. A handler, the object for one
 place, is made when somebody reads, or when a value is to be replaced.
 
-There are two shortcuts: `after` logs whole outputs at once, and `_end_ordinary` watches the
-gradients of an ordinary call. `benchmarks/overhead.py` measures what they are worth; `begin` and
-`end` remain the definition.
+`begin` and `end` define what happens at a call. There are shortcuts for the commonest calls, which
+`benchmarks/overhead.py` measures: `after` logs whole outputs at once, where nothing else is asked
+for; `_end_ordinary` watches the whole gradients of a call that nothing unusual surrounds, without a
+pre-forward hook for `Plan.unpaired`; and compiled graphs write to a `Slot`.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ from hookline.engine.compiling import Slot
 from hookline.engine.events import INSIDE, Event, Keep, LastEvents, StopForward, new_log
 from hookline.engine.fsdp import watch_gathered
 from hookline.engine.generation import FORGOTTEN, Generation, Step, Steps
-from hookline.engine.handlers import KEEP, PART_REMEDY, Handler, add_place
+from hookline.engine.handlers import PART_REMEDY, UNCHANGED, Handler, add_place
 from hookline.engine.module_hooks import ACTIVE, CLOSED, ModuleHooks
 from hookline.engine.offloading import value_of
 from hookline.engine.operations import Operation
 from hookline.engine.tensor_hooks import TensorHooks
 from hookline.places.grammar import escape
 from hookline.places.resolution import Place, Target
-from hookline.places.tree import Step as Named
-from hookline.places.tree import walk
+from hookline.places.tree import NamedModule, walk
 from hookline.torch_private import (
     backward_id,
     forward_hooks_of,
@@ -74,7 +74,7 @@ class Tracer(ModuleHooks):
         self.spelled: dict[str, tuple[Subject, Ask]] | None = None  # places, made when first read
         self.handlers: dict[tuple[Subject, Ask], Handler] = {}
         # What is asked of which modules; once the context has ended, their ids instead.
-        self.asked: list[tuple[Ask, list[Named]]] = []
+        self.asked: list[tuple[Ask, list[NamedModule]]] = []
         self.idents: list[tuple[Ask, Iterable[int]]] = []
         self.paths: dict[int, str] = {}  # of the modules of which something is asked, by id
         self.modules: dict[int, nn.Module] = {}  # the same modules, while the context is open
@@ -263,7 +263,7 @@ class Tracer(ModuleHooks):
             return self._after_planned(module, args, {}, output, sys._getframe(1))
         number = None
         if backward_id() != -1:
-            if self._is_repeated(id(module)):
+            if self._was_called_before(id(module)):
                 return None
             number = INSIDE
         kept = self._kept(whole, id(module), number, output)
@@ -315,7 +315,8 @@ class Tracer(ModuleHooks):
     ) -> tuple[Any, Any] | None:
         """Begin a call of a module or a torch function; return its arguments, if they changed.
 
-        With `sequence`, the number of the next autograd node was that when the call began.
+        It is called before the call runs; or after it, with `sequence=0`, for a plan that is not
+        paired: of such a call nothing had to be known before, and all its nodes count as new.
         """
         subject = call.subject
         repeated = self._repeated(subject)
@@ -410,6 +411,7 @@ class Tracer(ModuleHooks):
                 self.inside[subject] += 1
             if plan.remembers and call.step is not None:
                 self.told[subject].note(call.number, call.step)
+        # Reentrant checkpoints run without gradients; all others set hooks for saved tensors.
         if plan.remembers and not (torch.is_grad_enabled() and saved_tensor_hooks(True) is None):
             if subject not in self.regions:
                 self.regions[subject] = Regions()
@@ -442,8 +444,11 @@ class Tracer(ModuleHooks):
             return False
         return self.regions[id(module)].run_again()
 
-    def _is_repeated(self, subject: Subject) -> bool:
-        """Return True if a backward runs a call again, of a module whose calls are only logged."""
+    def _was_called_before(self, subject: Subject) -> bool:
+        """Return True if a module whose outputs are logged was called outside of a backward.
+
+        Then the backward that runs it now runs a call again.
+        """
         events = [*self.events]
         self.outside |= {event[0] for event in events[self.searched :] if event[2] is not INSIDE}
         self.searched = len(events) if isinstance(self.events, list) else 0
@@ -516,7 +521,11 @@ class Tracer(ModuleHooks):
             return args, kwargs
         if ask.keep is None:
             new = self.handler(call.subject, ask).receive(value, call)
-            return (args, kwargs) if new is KEEP else arguments.write(owner, args, kwargs, ask, new)
+            return (
+                (args, kwargs)
+                if new is UNCHANGED
+                else arguments.write(owner, args, kwargs, ask, new)
+            )
         if not call.recomputed:
             # Others may hold the address of the model's own arguments.
             shared = self.ident_of(call.subject) == id(self.model)
@@ -545,7 +554,7 @@ class Tracer(ModuleHooks):
         subject = call.subject
         if ask.keep is None:
             new = self.handler(subject, ask).receive(value, call)
-            return output if new is KEEP or new is value else set_part(output, ask.parts, new)
+            return output if new is UNCHANGED or new is value else set_part(output, ask.parts, new)
         if call.recomputed:
             return output
         if self._is_settled(ask, subject):
@@ -578,7 +587,7 @@ class Tracer(ModuleHooks):
         Those of a recomputed call are watched only if the first run of the call gave none.
         """
         if call.recomputed:
-            return call.number in self.handler(call.subject, ask).reasons
+            return self.handler(call.subject, ask).gave_none(call.number)
         return self._is_meant(ask, call)
 
     # -- logging --------------------------------------------------------------------------------
@@ -788,7 +797,7 @@ class Tracer(ModuleHooks):
                 operation.close()
 
     def ident_of(self, subject: Subject) -> int:
-        """Return the id of the module of a subject."""
+        """Return the id of the module of a subject that is no parameter or buffer."""
         return cast(int, subject[0] if type(subject) is tuple else subject)
 
     def _located(self) -> dict[int, str]:

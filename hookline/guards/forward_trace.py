@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from hookline.engine.asks import Ask
 from hookline.engine.calls import RunningCall
 from hookline.engine.context import Context
-from hookline.engine.handlers import KEEP, Handler
+from hookline.engine.handlers import UNCHANGED, Handler
 from hookline.engine.operations import Mode, innermost, name_of
 from hookline.errors import PlaceNotFound
 from hookline.guards.finite_checks import (
@@ -398,7 +398,7 @@ class _ModuleHandler(Handler):
     def receive(self, value: Any, call: RunningCall) -> Any:
         context: Any = self.context
         if context is None or context.trace is None:
-            return KEEP
+            return UNCHANGED
         self.fired += 1
         with without_function_modes():  # what is computed here is not the model's
             if self.target.port == "output":
@@ -407,7 +407,7 @@ class _ModuleHandler(Handler):
                 context.trace.enter(self.target.module, value, call.positional)
         if self.target.port == "output" and context.left is not None:
             context.left(self.target.module, value)
-        return KEEP
+        return UNCHANGED
 
 
 class ModuleHooks(Context):

@@ -20,7 +20,7 @@ from hookline.engine import gradients
 from hookline.engine.asks import Ask
 from hookline.engine.calls import RunningCall, is_over
 from hookline.engine.context import Context, first_names
-from hookline.engine.handlers import KEEP, Handler
+from hookline.engine.handlers import UNCHANGED, Handler
 from hookline.engine.tensor_hooks import GradientHook
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.backward_trace import BackwardTrace
@@ -71,7 +71,7 @@ class _GuardHandler(Handler):
                 context.ended(self.target.module, value, call.number)
             else:
                 context.began(self.target.module, value, call)
-        return KEEP
+        return UNCHANGED
 
     def gradient(self, grad: Tensor, number: int, path: Part) -> None:
         context: Any = self.context

@@ -1,7 +1,6 @@
 """Errors for places that cannot be used, each with its reason and a remedy.
 
 - `takes_hooks(module)`: True if a hook on the module can fire
-- `hookable_types`: the types of such modules, as far as seen
 - `why_outside_python(module)`: the reason why a scripted or exported module takes no hooks
 - `not_a_model`, `not_a_place`, `not_the_gradient`, `not_hookable`, `wrong_port`, `part_of_tensor`,
   `operation_wildcard`, `ambiguous`, `not_found`, `not_in_model`: one error each
@@ -23,7 +22,7 @@ from hookline.places.tree import find, join, tensors_of, walk
 from hookline.torch_private import is_export_guard, submodules_of
 
 __all__ = [
-    "ambiguous", "hookable_types", "not_a_model", "not_a_place", "not_found", "not_hookable",
+    "ambiguous", "not_a_model", "not_a_place", "not_found", "not_hookable",
     "not_in_model", "not_the_gradient", "operation_wildcard", "part_of_tensor", "takes_hooks",
     "why_outside_python", "wrong_port",
 ]  # fmt: skip
@@ -38,13 +37,13 @@ _ALONE = "none; the model itself is ''"
 
 # -- modules at which no hook can fire ------------------------------------------------------------
 
-hookable_types: set[type[nn.Module]] = set()
+_hookable_types: set[type[nn.Module]] = set()
 
 
 def takes_hooks(module: nn.Module) -> bool:
     """Return True if a hook on the module can fire."""
     kind = type(module)
-    if kind in hookable_types:
+    if kind in _hookable_types:
         return True
     if isinstance(module, jit.ScriptModule):
         return False
@@ -52,7 +51,7 @@ def takes_hooks(module: nn.Module) -> bool:
         return "forward" in module.__dict__ and not is_export_guard(kind)
     if is_export_guard(kind):
         return False
-    hookable_types.add(kind)
+    _hookable_types.add(kind)
     return True
 
 

@@ -25,9 +25,9 @@ from hookline.places.grammar import (
     parse,
     parse_port,
 )
-from hookline.places.refusals import hookable_types, takes_hooks
+from hookline.places.refusals import takes_hooks
 from hookline.places.targets import Place, Request, Target
-from hookline.places.tree import Step, exists, find, find_tensors, unwrapped, walk
+from hookline.places.tree import NamedModule, exists, find, find_tensors, unwrapped, walk
 from hookline.torch_private import buffers_of
 from hookline.values.nested import Path
 
@@ -64,7 +64,9 @@ class _Query:
         self.hookable = hookable
         self.wild = wild
         self.requests: list[Request] = []
-        self.walked: dict[int, Step] | None = None  # every module by its id, made when needed
+        self.walked: dict[int, NamedModule] | None = (
+            None  # every module by its id, made when needed
+        )
 
     def add(self, where: Any, port: str | None = None, parts: Path = ()) -> None:
         """Resolve one thing that is asked for, with the port and parts of the pair around it."""
@@ -130,20 +132,20 @@ class _Query:
         else:
             self._add_tensors(request, path)
 
-    def _find_unwrapped(self, path: tuple[Segment, ...]) -> Iterable[Step]:
+    def _find_unwrapped(self, path: tuple[Segment, ...]) -> Iterable[NamedModule]:
         """Return the modules at a path, inside torch's wrappers, whose inputs have other names."""
-        found: dict[nn.Module, Step] = {}
+        found: dict[nn.Module, NamedModule] = {}
         for step in find(self.model, path):
             inner = unwrapped(*step)
             found[inner[1]] = inner
         return found.values()
 
-    def _add_modules(self, request: Request, steps: Iterable[Step]) -> None:
+    def _add_modules(self, request: Request, steps: Iterable[NamedModule]) -> None:
         """Add modules; refuse those at which no hook can fire."""
         modules = request.modules
         for step in steps:
             path, module = step
-            if type(module) in hookable_types or not self.hookable or takes_hooks(module):
+            if not self.hookable or takes_hooks(module):
                 modules.append(step)
             elif request.literal:
                 raise refusals.not_hookable(request, path, module)
@@ -180,7 +182,7 @@ class _Query:
         return request
 
 
-def _matching(walked: dict[int, Step], where: Any) -> list[Step]:
+def _matching(walked: dict[int, NamedModule], where: Any) -> list[NamedModule]:
     """Return the modules that a module, a type, a regular expression or a predicate matches."""
     if isinstance(where, nn.Module):
         return [walked[id(where)]] if id(where) in walked else []

@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any
 
 from torch import Tensor, nn
 
 from hookline.places.grammar import Place
-from hookline.places.tree import Owned, Step, join
+from hookline.places.tree import NamedModule, Owned, join
 from hookline.values.nested import Path
 
 __all__ = ["Place", "Request", "Target"]
@@ -87,7 +86,7 @@ class Request:
         self.port = port
         self.parts = parts
         self.operation: str | None = None
-        self.modules: list[Step] = []
+        self.modules: list[NamedModule] = []
         self.tensors: list[Owned] = []
         self.refused: dict[Place, str] = {}  # matches of a wildcard that take no hooks, and why
         self._targets: list[Target] | None = None
@@ -120,9 +119,3 @@ class Request:
     def targets(self, targets: list[Target]) -> None:
         self.modules = []
         self._targets = targets
-
-    def whole(self, ports: Container[str]) -> bool:
-        """Return True if whole values of modules are asked for, at one of these ports."""
-        if not self.modules or self.tensors or self.parts or self.operation:
-            return False
-        return (self.port or "output") in ports

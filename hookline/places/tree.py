@@ -22,19 +22,28 @@ from hookline.places.grammar import DEEP, Segment
 from hookline.torch_private import WRAPPER_NAMES, buffers_of, parameters_of, submodules_of
 
 __all__ = [
-    "WRAPPERS", "Owned", "Step", "around", "exists", "find", "find_tensors", "join", "tensors_of",
-    "unwrapped", "walk",
+    "WRAPPERS",
+    "NamedModule",
+    "Owned",
+    "around",
+    "exists",
+    "find",
+    "find_tensors",
+    "join",
+    "tensors_of",
+    "unwrapped",
+    "walk",
 ]  # fmt: skip
 
-Step = tuple[str, nn.Module]  # a path and the module there
-Found = dict[nn.Module, Step]  # each module once, in the order in which they were found
+NamedModule = tuple[str, nn.Module]  # a path and the module there
+Found = dict[nn.Module, NamedModule]  # each module once, in the order in which they were found
 Owned = tuple[str, nn.Module, str]  # a path, the module there, and the name of a tensor in it
 
 # Wrappers of torch whose name in a path may be left out: DDP, compile, FSDP1, checkpointing.
 WRAPPERS = {"", "module", *WRAPPER_NAMES}
 
 
-def walk(model: nn.Module) -> list[Step]:
+def walk(model: nn.Module) -> list[NamedModule]:
     """Return every module once, under its first name, in the order of `named_modules`.
 
     >>> [name for name, _ in walk(nn.Sequential(nn.ReLU()))]
@@ -45,7 +54,7 @@ def walk(model: nn.Module) -> list[Step]:
     return list(found.values())
 
 
-def find(model: nn.Module, segments: Sequence[Segment]) -> list[Step]:
+def find(model: nn.Module, segments: Sequence[Segment]) -> list[NamedModule]:
     """Return the modules whose path matches, each once. Only modules that can match are visited."""
     names: Any = segments
     module: Any = model
@@ -59,7 +68,7 @@ def find(model: nn.Module, segments: Sequence[Segment]) -> list[Step]:
     else:
         return [(".".join(names), module)]
 
-    level: list[Step] = [(".".join(names[:depth]), module)]
+    level: list[NamedModule] = [(".".join(names[:depth]), module)]
     for segment in names[depth:]:
         depth += 1
         if segment is not DEEP:
@@ -71,7 +80,7 @@ def find(model: nn.Module, segments: Sequence[Segment]) -> list[Step]:
     return level
 
 
-def _children(level: list[Step], segment: Segment) -> list[Step]:
+def _children(level: list[NamedModule], segment: Segment) -> list[NamedModule]:
     """Return the children of some modules whose name matches, each once."""
     found: Found = {}
     for path, module in level:
@@ -92,7 +101,7 @@ def _add_children(path: str, module: nn.Module, segment: Segment, found: Found) 
             found[child] = (prefix + name, child)
 
 
-def _below(level: list[Step], kept: list[Step]) -> list[Step]:
+def _below(level: list[NamedModule], kept: list[NamedModule]) -> list[NamedModule]:
     """Return the kept modules and all modules below a level, each once."""
     found = {step[1]: step for step in kept}
     for path, module in level:
@@ -161,7 +170,7 @@ def exists(model: nn.Module, names: Sequence[Segment]) -> bool:
 # -- wrappers -------------------------------------------------------------------------------------
 
 
-def _wrapped(path: str, module: nn.Module, segment: Segment) -> Step | None:
+def _wrapped(path: str, module: nn.Module, segment: Segment) -> NamedModule | None:
     """Return the module inside a wrapper whose name the path leaves out; None for other modules."""
     modules = submodules_of(module)
     if len(modules) != 1:
@@ -180,7 +189,7 @@ def _is_wrapper(module: nn.Module, name: str) -> bool:
     return name != "module" or "DataParallel" in type(module).__name__
 
 
-def unwrapped(path: str, module: nn.Module) -> Step:
+def unwrapped(path: str, module: nn.Module) -> NamedModule:
     """Return the module inside torch's wrappers, whose own forwards take any arguments."""
     while len(submodules_of(module)) == 1:
         ((name, inner),) = submodules_of(module).items()

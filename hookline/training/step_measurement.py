@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from hookline.engine.asks import Ask
 from hookline.engine.calls import RunningCall
 from hookline.engine.context import Context, first_names
-from hookline.engine.handlers import KEEP, Handler
+from hookline.engine.handlers import UNCHANGED, Handler
 from hookline.errors import PlaceError
 from hookline.places.resolution import Place, Request, Target, Where, resolve
 from hookline.places.tree import join
@@ -183,7 +183,7 @@ class _MeasuringHandler(Handler):
         tensor = None if call.recomputed else _first(value)
         if looking is not None and tensor is not None:
             looking.take_output(self.target, tensor)
-        return KEEP
+        return UNCHANGED
 
     def expect(self, value: Any, number: int, tensors: Any) -> None:
         looking, tensor = cast("StepMeasurement | None", self.context), _first(value)
