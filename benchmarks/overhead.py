@@ -5,7 +5,8 @@
     python benchmarks/overhead.py --only entering    seconds: that part anew, the rest as it was
 
 A 12-layer transformer of 163 modules is run bare, with hand-written hooks, and with hookline,
-all in one interleaved run (timing.py). Registering the hooks and removing them is inside the
+all in one interleaved run (timing.py); and so is a GPT-2 of real size, to see what share of a
+forward that matters. Registering the hooks and removing them is inside the
 timed part of every variant, and measured alone on models of up to 10,000 modules (entering.py).
 Prints a table and the goals, writes latest/overhead.json.
 """
@@ -28,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import entering
+import numpy as np
 import torch
 from latest import held, write
 from timing import Race, Ratio, machine, settle_memory
 from torch import Tensor, nn
-from transformer import LARGE, TINY, Size
+from transformer import GPT2, LARGE, TINY, Size
 
 import hookline as hl
 
@@ -43,6 +45,7 @@ BLOCKS = ("blocks.*",)
 EVERYTHING = ("", "**")
 # The embeddings and the model itself have no gradient at their input.
 EVERYTHING_WITH_GRADIENTS = ("blocks.**", "norm", "head")
+FEW = 12  # places, for which there are no goals
 
 
 # The variants. Each takes the model, the batch and its places, and does one whole iteration.
@@ -155,7 +158,7 @@ full_backward = by_hand(keep_full_backward, "register_full_backward_hook")
 
 
 def hookline(
-    work: Work, model: nn.Module, batch: Tensor, where: tuple[str, ...], **options: bool
+    work: Work, model: nn.Module, batch: Tensor, where: tuple[str, ...], **options: Any
 ) -> hl.Record:
     with hl.capture(model, *where, **options) as record:
         work(model, batch)
@@ -171,11 +174,15 @@ class Case:
     places: int
     race: Race
     with_gradients: bool = True
-    columns: tuple[str, str] = ("raw", "raw + clone")
+    columns: tuple[str, ...] = ("raw", "raw + clone")
+    share: float = 1.0  # of the rounds
+    # Each a text, the most that it may be, who adds, over what that is divided, and over what both
+    # add; None compares whole times. At few places of a tiny model, entering is most of the cost.
+    goals: tuple[tuple[str, float, str, str, str | None], ...] = ()
 
     def run(self, rounds: int) -> None:
         with torch.set_grad_enabled(self.with_gradients):
-            self.race.run(rounds)
+            self.race.run(max(1, round(rounds * self.share)))
 
 
 def values_case(
@@ -184,6 +191,15 @@ def values_case(
     model, batch = size.build()
     modules = modules_at(model, where)
     given = (work, model, batch)
+    ours = "hookline"
+    goals: list[tuple[str, float, str, str, str | None]] = []
+    if size is LARGE:
+        third = "(snapshot − raw) / (clone − raw)"
+        goals.append((third, 1 / 3, ours, "raw + clone", "raw"))
+    elif len(modules) > FEW:
+        kind, limit = ("attached", 0.95) if with_gradients else ("snapshot", 1.25)
+        goals.append((f"{kind} / raw", limit, ours, "raw", "bare"))
+        goals.append((f"{kind} / raw that clones", 1.0, ours, "raw + clone", "bare"))
     variants: dict[str, Callable[[], object]] = {
         "bare": partial(work, model, batch),
         "raw": partial(raw, *given, modules),
@@ -195,6 +211,9 @@ def values_case(
     if with_gradients and work is forward:
         variants["raw + detach + clone"] = partial(raw_detached_clone, *given, modules)
         variants["hookline, detach=True"] = partial(hookline, *given, where, detach=True)
+        if len(modules) > FEW:
+            text = "detach=True / raw that detaches and clones"
+            goals.append((text, 1.0, "hookline, detach=True", "raw + detach + clone", "bare"))
     with torch.set_grad_enabled(with_gradients):
         expected = raw_clone(*given, modules)
         for name, run in variants.items():
@@ -202,7 +221,8 @@ def values_case(
                 check_same(name, run(), expected)
         race = Race(variants)
         race.warm_up()
-    return Case(f"{title}, {len(modules)} places, {size.name}", len(modules), race, with_gradients)
+    name = f"{title}, {len(modules)} places, {size.name}"
+    return Case(name, len(modules), race, with_gradients, goals=tuple(goals))
 
 
 def gradients_case(size: Size, where: tuple[str, ...]) -> Case:
@@ -218,13 +238,71 @@ def gradients_case(size: Size, where: tuple[str, ...]) -> Case:
         "full backward": partial(full_backward, *given, modules),
         "hookline :grad_output": partial(hookline, *given, outputs),
         "hookline :grad_input": partial(hookline, *given, inputs),
+        "hookline, outputs too": partial(hookline, *given, (*where, *outputs)),
     }
     check_same("grad_output", hookline(*given, outputs), raw_gradient(*given, modules), outputs)
     check_same("grad_input", hookline(*given, inputs), full_backward(*given, modules), inputs)
     race = Race(variants)
     race.warm_up()
     name = f"gradients, {len(modules)} places, {size.name}"
-    return Case(name, len(modules), race, columns=("raw", "full backward"))
+    out, into, both = "hookline :grad_output", "hookline :grad_input", "hookline, outputs too"
+    goals = (
+        (":grad_output / raw tensor hooks", 1.7, out, "raw", "bare"),
+        (":grad_output / full backward hooks", 0.7, out, "full backward", "bare"),
+        (":grad_input / raw tensor hooks", 2.5, into, "raw", "bare"),
+        (":grad_input / full backward hooks", 0.7, into, "full backward", "bare"),
+        ("outputs and :grad_output / raw tensor hooks", 2.0, both, "raw", "bare"),
+    )
+    columns = "raw", "full backward"
+    return Case(
+        name, len(modules), race, columns=columns, goals=goals if len(modules) > FEW else ()
+    )
+
+
+def options_case(size: Size, where: tuple[str, ...]) -> Case:
+    model, batch = size.build()
+    modules = modules_at(model, where)
+    given = (forward, model, batch)
+    at, last = {"at": np.s_[:, -1]}, {"keep": "last"}
+    variants: dict[str, Callable[[], object]] = {
+        "bare": partial(forward, model, batch),
+        "raw": partial(raw, *given, modules),
+        "raw again": partial(raw, *given, modules),
+        "hookline, at=": partial(hookline, *given, where, **at),
+        "hookline, keep='last'": partial(hookline, *given, where, **last),
+    }
+    with torch.no_grad():
+        expected = raw_clone(*given, modules)
+        slices = {name: value[at["at"]] for name, value in expected.items()}
+        check_same("at=", variants["hookline, at="](), slices)
+        check_same("keep='last'", variants["hookline, keep='last'"](), expected)
+        race = Race(variants)
+        race.warm_up()
+    name = f"options, {len(modules)} places, {size.name}"
+    goals = (
+        ("at= / raw", 1.5, "hookline, at=", "raw", "bare"),
+        ("keep='last' / raw", 1.3, "hookline, keep='last'", "raw", "bare"),
+    )
+    return Case(name, len(modules), race, False, columns=("raw",), goals=goals)
+
+
+def real_case(where: tuple[str, ...]) -> Case:
+    torch.manual_seed(0)
+    model, batch = GPT2(), torch.randint(GPT2.vocabulary, (4, 128))
+    modules = modules_at(model, where)
+    given = (forward, model, batch)
+    variants: dict[str, Callable[[], object]] = {
+        "bare": partial(forward, model, batch),
+        "raw": partial(raw, *given, modules),
+        "hookline": partial(hookline, *given, where),
+    }
+    with torch.no_grad():
+        check_same("hookline", variants["hookline"](), raw_clone(*given, modules))
+        race = Race(variants)
+        race.warm_up(1)
+    name = f"a GPT-2, {len(modules)} places, 12 layers, width 768, 4 × 128 tokens"
+    goal = "the forward with the capture / bare", 1.02, "hookline", "bare", None
+    return Case(name, len(modules), race, False, columns=("raw",), share=0.04, goals=(goal,))
 
 
 def check_same(name: str, got: object, expected: Kept, where: tuple[str, ...] = ()) -> None:
@@ -246,7 +324,7 @@ def build_cases() -> list[Case]:
     # Twelve clones of 98 KB would drown in the noise of the forward around them.
     cases += [values_case("no_grad", LARGE, EVERYTHING, forward, with_gradients=False)]
     cases += [gradients_case(TINY, BLOCKS), gradients_case(TINY, EVERYTHING_WITH_GRADIENTS)]
-    return cases
+    return [*cases, options_case(TINY, EVERYTHING), real_case(EVERYTHING)]
 
 
 # The goals. Each is a ratio of two added times, with the most that it may be.
@@ -272,34 +350,9 @@ class Goal:
 
 
 def goals_of(case: Case) -> list[Goal]:
-    race = case.race
-
-    def goal(text: str, limit: float, name: str, reference: str, over: str = "bare") -> Goal:
-        return Goal(case.name, text, limit, race.ratio(name, reference, over))
-
-    if "full backward" in race.variants:
-        out, into = "hookline :grad_output", "hookline :grad_input"
-        return [
-            goal(":grad_output / raw tensor hooks", 1.6, out, "raw"),
-            goal(":grad_output / full backward hooks", 0.7, out, "full backward"),
-            goal(":grad_input / raw tensor hooks", 2.5, into, "raw"),
-            goal(":grad_input / full backward hooks", 0.7, into, "full backward"),
-        ]
-    if case.with_gradients:
-        goals = [
-            goal("attached / raw", 1.15, "hookline", "raw"),
-            goal("attached / raw that clones", 1.0, "hookline", "raw + clone"),
-        ]
-        if "hookline, detach=True" in race.variants:
-            pair = ("hookline, detach=True", "raw + detach + clone")
-            goals.append(goal("detach=True / raw that detaches and clones", 1.0, *pair))
-        return goals
-    if LARGE.name in case.name:
-        third = "(snapshot − raw) / (clone − raw)"
-        return [goal(third, 1 / 3, "hookline", "raw + clone", over="raw")]
     return [
-        goal("snapshot / raw", 1.4, "hookline", "raw"),
-        goal("snapshot / raw that clones", 1.0, "hookline", "raw + clone"),
+        Goal(case.name, text, limit, case.race.ratio(name, reference, over))
+        for text, limit, name, reference, over in case.goals
     ]
 
 

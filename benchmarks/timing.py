@@ -92,20 +92,26 @@ class Race:
         """What `name` takes beyond `over` in µs, by the middle difference within a round."""
         return float(np.median(self._times(name) - self._times(over))) / 1e3
 
-    def ratio(self, name: str, reference: str, over: str) -> Ratio:
+    def ratio(self, name: str, reference: str, over: str | None) -> Ratio:
         """What `name` adds over `over`, as a multiple of what `reference` adds.
 
+        Without `over`, it is the ratio of the whole times.
         The error is the jackknife's: from how the ratio moves when each pass is left out.
         """
 
         def fast(without: int | None = None) -> float:
+            if over is None:
+                return self.fast(name, without=without) / self.fast(reference, without=without)
             added = self.added(name, over, without=without)
             return added / self.added(reference, over, without=without)
 
         passes = len(self._passes)
         without_one = np.array([fast(without) for without in range(passes)] if passes > 1 else [0])
         error = float(np.sqrt((passes - 1) * without_one.var()))
-        median = self.median_added(name, over) / self.median_added(reference, over)
+        if over is None:
+            median = self.median(name) / self.median(reference)
+        else:
+            median = self.median_added(name, over) / self.median_added(reference, over)
         return Ratio(fast(), error, median)
 
     def _times(self, name: str, without: int | None = None) -> np.ndarray:

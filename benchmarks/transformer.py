@@ -1,7 +1,8 @@
-"""The model of the benchmarks: a transformer of 12 layers and 163 modules, 162 with a forward.
+"""The models of the benchmarks.
 
-- `Transformer`: every activation has the same size
+- `Transformer`: 12 layers and 163 modules, 162 with a forward; all activations have the same size
 - `Size`: how large; `TINY` is the worst case for hooks, `LARGE` for copies
+- `GPT2`: 12 layers, 768 wide, as the smallest of OpenAI's, with random weights
 """
 
 from __future__ import annotations
@@ -72,6 +73,53 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class CausalAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
+        mixed = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return self.c_proj(mixed.transpose(-2, -3).flatten(-2))
+
+
+class GPT2Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = CausalAttention(width, heads)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    vocabulary = 50_257
+
+    def __init__(self, layers: int = 12, width: int = 768, heads: int = 12) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(self.vocabulary, width)
+        self.wpe = nn.Embedding(1024, width)
+        self.h = nn.ModuleList(GPT2Block(width, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, self.vocabulary, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[-1], device=ids.device))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
 
 
 @dataclass(frozen=True)

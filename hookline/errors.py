@@ -184,7 +184,7 @@ class RunError(HooklineError, ValueError):
 class NonFiniteError(HooklineError, ArithmeticError):
     """A guard found a NaN or an infinity; `fault` says where, and what made it."""
 
-    fault: Any = None  # a hookline.guards.reports.Fault
+    fault: Any = None  # a hookline.guards.faults.Fault
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.asked, self.found, self.remedy) if part)

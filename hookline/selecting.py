@@ -29,7 +29,7 @@ from hookline.errors import NeverFired, PlaceNotFound
 from hookline.isolation.batches import copy_batch
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.model_calls import call_model, run_model
-from hookline.places.grammar import Place, parse
+from hookline.places.grammar import Place, is_gradient, parse
 from hookline.places.resolution import Where, resolve
 from hookline.places.targets import Target
 from hookline.places.tree import WRAPPERS, walk
@@ -188,7 +188,7 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
         shown = ", ".join(tables.describe(tensor) for _, tensor in leaves(value))
         seen.setdefault(at.place, []).append(shown or type(value).__name__)
 
-    looked = [p for p, t in others.items() if t.attribute is None and "grad" not in p.port]
+    looked = [p for p, t in others.items() if t.attribute is None and not is_gradient(p.port)]
     mode = _Survey(targets)
     with isolated(model), torch.no_grad():
         batch = copy_batch(inputs)
@@ -218,7 +218,7 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
 
 def _standing(target: Target, values: list[str] | None) -> str:
     """Describe the value at a place that is no operation."""
-    if target.attribute is not None or "grad" in target.port:
+    if target.attribute is not None or is_gradient(target.port):
         return _kind_of(target) if target.attribute is not None else ""
     if values is None:
         return "not called"

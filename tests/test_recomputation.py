@@ -245,6 +245,16 @@ def test_gradients_of_a_backward_in_another_thread_are_there(mode, port):
     assert_clean(model)
 
 
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_a_reentrant_region_without_its_backward_is_named_as_the_reason(port):
+    model = nn.Sequential(nn.Linear(3, 3))
+    with hl.capture(model, f"0:{port}") as record:
+        loss = run_in(True)(model, X.clone().requires_grad_()).sum()
+    with pytest.raises(hl.GradientNotAvailable, match=r"checkpoint, and no backward .* Run the b"):
+        record[f"0:{port}"]
+    loss.backward()
+
+
 @pytest.mark.parametrize("mode", MODES[:2], ids=["reentrant", "non-reentrant"])
 def test_a_checkpointed_training_of_another_thread_is_not_seen(mode):
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())

@@ -106,7 +106,7 @@ class Tree:
         for name in ("python3.11", "python3.12", "python3.13"):
             self.add_program(name, FAKE.format(python=sys.executable))
         self.add_program("chromium", "#!/bin/sh\n")
-        without = ("PYTHONPATH", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "UNCHANGED", "TESTS", "ONLY")
+        without = ("PYTHONPATH", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "KEEP", "TESTS", "ONLY")
         self.variables = {key: value for key, value in os.environ.items() if key not in without}
         self.variables |= {
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", "FAKE_LOG": str(self.log),
@@ -634,8 +634,8 @@ def test_make_gives_its_variables_to_the_script(tree, versions):
     assert '--python "/opt/python"' in options(*one)
     assert '--torch "2.15.0"' in options(*one)
     assert "--keep" not in options(*one)
-    assert "--keep" not in options(*one, "UNCHANGED=0")
-    assert "--keep" in options(*one, "UNCHANGED=1")
+    assert "--keep" not in options(*one, "KEEP=0")
+    assert "--keep" in options(*one, "KEEP=1")
     assert '--only ""' in options("test-matrix")
     assert '--only "2.15.0 3.11"' in options("test-matrix", "ONLY=2.15.0 3.11")
     assert "--torch" not in options("test-matrix")

@@ -22,6 +22,7 @@ from hookline.engine.fsdp import recover, recovers
 from hookline.engine.offloading import unload
 from hookline.engine.slices import check_at
 from hookline.errors import NeverFired, NotCaptured, UsageError
+from hookline.places.grammar import is_gradient
 from hookline.places.resolution import Where
 from hookline.torch_private import compiler_is_loaded, compiler_is_used
 from hookline.values.conversions import as_device, as_dtype
@@ -60,10 +61,10 @@ class capture(Context):
         calls: keep only these calls, as in `edit`: an int, a slice or a set of numbers, "prompt" or
             "generated"; `keep` chooses among them. Of the others nothing is kept, and the record
             has the calls under their own numbers: `record[place, 3]` after `calls={3}`. Each
-            number of an int or a set must come. A call of which it cannot be told whether it is
-            of the prompt or of generated tokens is named when the `with` ends, and on reading.
-            Inputs are numbered by the start of the call, all else by its completion, a parameter's
-            `:grad` by backward pass.
+            number of an int or a set must come. A call that cannot be assigned to the prompt or to
+            generated tokens raises when the `with` ends, and when it is read. Inputs are numbered
+            by the start of the call, all else by its completion, a parameter's `:grad` by backward
+            pass.
         threads: "own" sees the calls of the thread or task that entered; "all" sees every call.
 
     A value that requires grad is kept attached, the very tensor: it can be used in a loss and in
@@ -139,7 +140,7 @@ class capture(Context):
 
     def _new_record(self) -> Record:
         refused = [request.refused for request in self._requests]
-        return Record(self._tracer, self, refused={k: v for one in refused for k, v in one.items()})
+        return Record(self._tracer, refused={k: v for one in refused for k, v in one.items()})
 
     def _runs_compiled(self) -> bool:
         return self._in_graph
@@ -151,7 +152,7 @@ class capture(Context):
                 "stop=True was asked for together with attach(). Every forward would end early. "
                 "Use it in a `with` statement."
             )
-        if any("grad" in ask.port for _, ask in self._tracer.asked_keys()):
+        if any(is_gradient(ask.port) for _, ask in self._tracer.asked_keys()):
             raise ValueError(
                 "stop=True was asked for at a gradient place. Gradients come after the forward. "
                 "Leave out stop, or the gradient places."

@@ -24,6 +24,7 @@ from hookline.engine.generation import FORGOTTEN, Step, Untold
 from hookline.engine.handlers import Handler, add_place
 from hookline.engine.slices import Misfit, Slice, spelled, take
 from hookline.errors import SeveralTensors
+from hookline.places.grammar import is_gradient
 from hookline.torch_private import LAZY, backward_id, is_view, lazy_clone, version_of
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.sharding import layouts, local
@@ -71,10 +72,8 @@ class Options:
     def keeps(self, value: Any, freeze: Freeze = snapshot) -> Kept | Missing:
         """Return what to keep of a value: itself if it requires grad, otherwise a snapshot."""
         if self.derives:
-            try:
-                return self._nested(self._derived(value), settle)
-            except _Unsliced as error:
-                return error.missing
+            value = self._derived(value)
+            return value if type(value) is Missing else self._nested(value, settle)
         if type(value) is Tensor and (self.detach or not value.requires_grad):
             return freeze(value), None
         return self._nested(value, freeze)
@@ -117,6 +116,8 @@ class Options:
         value = map_leaves(start, value)
         if self.at is not None:
             value = self._sliced(value)
+        if type(value) is Missing:
+            return value
         if self.transform is not None:
             value = self.transform(value)
         return map_leaves(finish, value)
@@ -127,7 +128,7 @@ class Options:
         except (Misfit, SeveralTensors) as error:
             if callable(self.at):  # the user's own error
                 raise
-            raise _Unsliced(Missing(error.found, error.remedy)) from error
+            return Missing(error.found, error.remedy)  # told on reading: the forward goes on
 
     def keep_function(self) -> Callable[[Any], Any]:
         """Return the function that hooks call with a value: `keeps`, the commonest cases first."""
@@ -177,14 +178,6 @@ def _depends(at: Any) -> bool:
     return any(callable(step) or isinstance(step, (Slice, Tensor)) for step in steps)
 
 
-class _Unsliced(Exception):
-    """A value lacks the slice that `at=` asks for: told on reading, so that the forward goes on."""
-
-    def __init__(self, missing: Missing) -> None:
-        super().__init__(*missing)
-        self.missing = missing
-
-
 PLAIN = Options()
 
 
@@ -202,13 +195,12 @@ def _keep_gradient(options: Options, grad: Tensor) -> Any:
 class CaptureAsk(Ask):
     """What a capture asks of modules: to log what is kept of their values."""
 
-    def __init__(self, port: str, options: Options, make: Any = None, **place: Any) -> None:
-        super().__init__(port, make or CaptureHandler, replaces=False, **place)
+    def __init__(self, port: str, options: Options, **place: Any) -> None:
+        super().__init__(port, CaptureHandler, replaces=False, **place)
         self.options = options
         self.keep = options.keep_function()
         # Others may hold the address of parameters, buffers and the model's own arguments.
         self.keep_copy = partial(options.keeps, freeze=duplicate)
-        self.keeps_first, self.stops = options.keep == "first", options.stop
         if options.keep == "all" and not (options.derives or self.calls):
             self.keep_gradient = partial(_keep_gradient, options)
 
@@ -285,7 +277,7 @@ class CaptureHandler(Handler):
 
     def entries(self) -> Entries:
         """Return what was kept, with the numbers of the calls."""
-        if "grad" in self.target.port:
+        if is_gradient(self.target.port):
             return self._gathered()
         return Values(self.values)
 

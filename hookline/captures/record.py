@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from hookline.captures.entries import Order
 from hookline.engine.call_choice import Calls, ranges
-from hookline.engine.context import first_names, named_place
 from hookline.engine.gradients import NONE_CAME
 from hookline.engine.reasons import needs_backward, reason
 from hookline.errors import (
@@ -35,9 +34,9 @@ from hookline.errors import (
     SeveralCalls,
     ValueChanged,
 )
-from hookline.places.grammar import parse_port
+from hookline.places.grammar import is_gradient, parse_port
 from hookline.places.resolution import Place, Target, resolve
-from hookline.places.tree import find
+from hookline.places.tree import find, first_names
 from hookline.values import tables
 from hookline.values.conversions import as_device
 from hookline.values.nested import Path, get_part, leaves, map_leaves, only_tensor, show_path
@@ -47,7 +46,6 @@ from hookline.values.snapshots import unreadable
 if TYPE_CHECKING:
     from hookline.captures.entries import Entries, Kept
     from hookline.captures.keeping import CaptureHandler
-    from hookline.engine.context import Context
     from hookline.engine.tracer import Tracer
 
 __all__ = ["Record", "captured", "captured_by_place", "first_value", "model_of"]
@@ -74,7 +72,6 @@ class Record:
     def __init__(
         self,
         tracer: Tracer | None,
-        source: Context | None = None,
         handlers: Sequence[CaptureHandler] = (),
         refused: Mapping[Place, str] = MappingProxyType({}),
     ) -> None:
@@ -82,7 +79,7 @@ class Record:
         self._tracer = tracer
         self._held = handlers
         # While the capture is open; weakly, so that an interrupted capture is undone at once.
-        self._source = None if source is None else weakref.ref(source)
+        self._open = tracer is not None
         model = None if tracer is None else tracer.model
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._refused = refused  # what a wildcard matched and no hook can see, with the reason
@@ -93,7 +90,7 @@ class Record:
 
     def seal(self) -> None:
         """Let go of the capture, which has ended, and of the model."""
-        if self._source is None:
+        if not self._open:
             return
         tracer = cast("Tracer", self._tracer)
         if has_plans() and tracer.is_beset():
@@ -102,7 +99,7 @@ class Record:
         for handler in tracer.handlers.values():
             handler.explain_lost()
             cast("CaptureHandler", handler).release()
-        self._source = None
+        self._open = False
         tracer.close()
 
     @property
@@ -110,11 +107,11 @@ class Record:
         """What was captured, by place, with all that was logged so far."""
         if self._tracer is None:
             return self._held
-        if self._source is None and self._held:
+        if not self._open and self._held:
             return self._held
         with self._lock:
             found = cast("list[CaptureHandler]", self._tracer.all_handlers())
-            if self._source is None:
+            if not self._open:
                 self._held = found
         return found
 
@@ -140,7 +137,7 @@ class Record:
         if call is None:
             if len(kept) > 1:
                 place = str(self._place(handler))
-                more = " and backward pass" if "grad" in handler.target.port else ""
+                more = " and backward pass" if is_gradient(handler.target.port) else ""
                 found = f"There are {len(kept)} of them, one for each call{more}."
                 remedy = f"Read record[{place!r}, n], record.calls({place!r}), or capture with "
                 asked = f"The value at {place!r} was asked for."
@@ -243,7 +240,7 @@ class Record:
     def _spread(
         self, handler: CaptureHandler, path: Path, tensor: Tensor
     ) -> tuple[Any, ...] | None:
-        if self._source is not None:
+        if self._open:
             handler.note_layouts()
         return spread(tensor, handler.layouts, (*handler.target.parts, *path))
 
@@ -322,7 +319,7 @@ class Record:
             for key, parts in handler.grads.items():
                 other.grads[key] = {path: (move(one[0]), one[1]) for path, one in parts.items()}
             moved.append(other)
-        record = Record(None, None, moved, self._refused)
+        record = Record(None, moved, self._refused)
         record._model = self._model
         return record
 
@@ -370,14 +367,14 @@ class Record:
             return self._places
         model = None if self._model is None else self._model()
         names = first_names(model)
-        if self._source is None:  # another module may have got the id of one that is gone
+        if not self._open:  # another module may have got the id of one that is gone
             targets = [handler.target for handler in self._handlers]
             same = {target.ident for target in targets if self._is_there(target)}
             names = {ident: path for ident, path in names.items() if ident in same}
         order = {ident: n for n, ident in enumerate(names)}
         handlers = sorted(self._handlers, key=lambda one: order.get(one.target.ident, len(order)))
-        named = {named_place(handler.target, names): handler for handler in handlers}
-        if self._source is None:
+        named = {handler.target.place_among(names): handler for handler in handlers}
+        if not self._open:
             self._places = named
         return named
 
@@ -455,7 +452,7 @@ class Record:
         for n in self._by_key.get(target.key[:3], ()):
             handler = self._handlers[n]
             parts = handler.target.parts
-            if self._source is None and not self._is_there(handler.target):
+            if not self._open and not self._is_there(handler.target):
                 continue
             if target.parts[: len(parts)] == parts:
                 return handler, target.parts[len(parts) :]
@@ -468,7 +465,7 @@ class Record:
 
     def _kept(self, handler: CaptureHandler) -> Entries:
         """Return what was kept at a place; an error if that is nothing."""
-        gradient = "grad" in handler.target.port
+        gradient = is_gradient(handler.target.port)
         kept = handler.entries()
         if handler.holds:
             return kept
@@ -483,7 +480,7 @@ class Record:
         """A value, or a part of it, if it is what it was when it was captured."""
         for path, why in handler.reasons.get(call, {}).items():
             if kept is None or (path and path[: len(parts)] == parts[: len(path)]):
-                gradient = "grad" in handler.target.port
+                gradient = is_gradient(handler.target.port)
                 place = str(self._place(handler)) + show_path(path)
                 asked = f"The {'gradient' if gradient else 'value'} at {place!r} was asked for:"
                 raise (GradientNotAvailable if gradient else NotCaptured)(asked, *why)

@@ -25,7 +25,7 @@ from hookline.cli.options import (
 )
 from hookline.cli.output import Screen, aside, show_number
 from hookline.cli.summary_and_compare import batch_of
-from hookline.places.grammar import parse
+from hookline.places.grammar import is_gradient, parse
 from hookline.values.nested import leaves
 from hookline.values.quantisation import dequantised
 from hookline.values.tables import describe, show_bytes
@@ -94,7 +94,7 @@ def _seen(
     plain = [w for w in where if w not in operations] or ([] if operations else _every(model))
     rows: list[tuple[str, str, str, str]] = []
     if plain:
-        gradients = any("grad" in place.port for place in hl.select(model, *plain))
+        gradients = any(is_gradient(place.port) for place in hl.select(model, *plain))
         with torch.set_grad_enabled(gradients), hl.capture(model, plain) as record:
             out = batch.run(model)
             if gradients:
@@ -144,7 +144,7 @@ def capture(
       hookline report values
     """
     batch = asked.made_for(net)
-    late = [place for place in hl.select(net, *where) if "grad" in place.port] if where else []
+    late = [place for place in hl.select(net, *where) if is_gradient(place.port)] if where else []
     if late and backward is None:
         raise CommandError(
             f"The gradient at {str(late[0])!r} was asked for.",

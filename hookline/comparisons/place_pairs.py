@@ -15,6 +15,7 @@ from torch import nn
 
 from hookline.comparisons.differences import Comparison
 from hookline.errors import NotHookable, PlaceError, PlaceNotFound
+from hookline.places.grammar import is_gradient
 from hookline.places.resolution import Place, Where
 from hookline.places.tree import exists, unwrapped
 from hookline.selecting import select
@@ -46,7 +47,7 @@ def pair_places(
     comparison = Comparison((names[0], names[1]))
     pairs: dict[Place, Place] = {}
     for place in _select(model_a, where):
-        if place.port.startswith("grad"):
+        if is_gradient(place.port):
             raise PlaceError(
                 f"Models were to be compared at {str(place)!r}.",
                 "Only forwards are run.",

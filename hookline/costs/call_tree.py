@@ -52,7 +52,7 @@ _UP = 5
 class CallNode:
     """One call of one module, in the tree of calls."""
 
-    # Of all below, what is not set is as it stands here: that makes a step quick to make.
+    # Class-level defaults make a node cheap to create.
     running: Any = None  # torch's frame that runs its hooks, until it is complete
     given: Any = None  # the shape of its argument if that is one plain tensor, else shapes by name
     made: Noted | None = None  # its output, once it is complete
@@ -249,7 +249,9 @@ class CallTree(Entering):
             self._hooks = {other: list(self.numbers)}
         for hooks, modules in self._hooks.items():
             hooks.tree = self
-            hooks.put_around_all(modules, hooks.before, hooks.ended, type(hooks) is _TreeHooks)
+            for module in modules:
+                hooks.put_before(module, hooks.before, type(hooks) is _TreeHooks)
+                hooks.put_after(module, hooks.ended)
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:

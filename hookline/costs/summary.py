@@ -74,7 +74,7 @@ class ModuleCosts:
     trainable: int
     parameter_bytes: int
     buffer_bytes: int
-    # Of all below, what is not set is as it stands here.
+    # Defaults of fields that are not set.
     shared_with: Sequence[str] = field(default=(), init=False)  # modules with the same parameters
     aliases: Sequence[str] = field(default=(), init=False)  # other names of the same module
     called: bool | None = field(default=None, init=False)

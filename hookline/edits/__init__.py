@@ -1,5 +1,5 @@
-"""Changing: `edit` puts other values in the place of those that come, and back again.
+"""Change values: `edit` replaces values and restores the model afterwards.
 
-To read it: `changes` (what is done to a value), `edits`, and `ready_changes`, which most edits are
-made of. `parameters` and `restoring` are about what a model holds; `ready_slices` name parts.
+Read `changes` first (what is done to a value), then `editing` and `ready_changes`. After that,
+`parameter_swap` and `restoring` are about what a model holds, and `ready_slices` names parts.
 """

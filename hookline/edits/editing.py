@@ -31,7 +31,7 @@ from hookline.places.tree import NamedModule
 from hookline.torch_private import clear_parametrization_cache, version_of
 from hookline.values.nested import Path, leaves, only_tensor
 
-__all__ = ["EditFunction", "EditHandler", "as_change", "edit", "handlers_of"]
+__all__ = ["EditFunction", "EditHandler", "ParameterHandler", "as_change", "edit", "handlers_of"]
 
 
 class EditFunction(Change):
@@ -51,13 +51,13 @@ def _versions(value: Any) -> list[int]:
 
 
 class EditHandler(Handler):
-    """Apply changes, one after the other, to the values at a place."""
+    """Change the values at a place."""
 
-    def __init__(self, changes: Sequence[Change], at: Any, note: str, *place: Any) -> None:
+    def __init__(self, change: Change, at: Any, note: str, *place: Any) -> None:
         super().__init__(*place)
         self.at = at
         self.note = note  # to add to errors
-        self.changes = [change.bound_to(self) for change in changes]
+        self.change = change.bound_to(self)
         self.empty = False  # whether there was nothing to change in the last value
 
     def receive(self, value: Any, call: RunningCall) -> Any:
@@ -86,11 +86,10 @@ class EditHandler(Handler):
         self.empty = self.at is not None and value.numel() == 0
         if self.empty:
             self.silent = f"the slice at={self.at!r} of the value there is empty."
-        for change in self.changes:
-            before = _versions(value) if isinstance(change, EditFunction) else None
-            old, value = value, change.meet(value, call)
-            self.wrote = self.wrote or (before is not None and _versions(old) != before)
-        return value
+        before = _versions(value) if isinstance(self.change, EditFunction) else None
+        new = self.change.meet(value, call)
+        self.wrote = self.wrote or (before is not None and _versions(value) != before)
+        return new
 
     def gradient(self, grad: Tensor, number: int, path: Path) -> Tensor | None:
         if number < 0 and not self.wants(self.seen, None):  # of a parameter: one a backward
@@ -99,8 +98,7 @@ class EditHandler(Handler):
         return super().gradient(grad, number, path)
 
     def expect(self, value: Any, number: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
-        functions = all(isinstance(change, EditFunction) for change in self.changes)
-        if self.at is not None or not functions:
+        if self.at is not None or not isinstance(self.change, EditFunction):
             only_tensor(value, self.shown)
 
 
@@ -115,7 +113,7 @@ class ParameterHandler(EditHandler):
         self.tensor = self.target.tensor()
         self.used: set[bool] = set()
 
-    def change(self, value: Tensor) -> Tensor:
+    def changed(self, value: Tensor) -> Tensor:
         """Return the new data."""
         return super().receive(value, RunningCall(self.subject, None))
 
@@ -199,42 +197,23 @@ class edit(Context):
         super().__init__(model, [place for place, _ in pairs])
 
     def _resolve(self) -> list[Request]:
-        # A `where` may be a list and so give several requests; each keeps its change. Where two
-        # meet at one place, both apply, in the order in which they were given.
-        found = [resolve(self._model, (where,)) for where in self._wheres]
-        self._changes_at: dict[Any, list[Change]] | None = None
-        if len(found) > 1:
-            self._changes_at = {}
-            for requests, change in zip(found, self._changes, strict=True):
-                for key in dict.fromkeys(t.key for r in requests for t in r.targets):
-                    self._changes_at.setdefault(key, []).append(change)
-        return [request for requests in found for request in requests]
+        # A `where` may be a list and so give several requests: they share its change and asks.
+        # Where two changes meet at one place, both apply, in the order in which they were given.
+        self._given: dict[Request, tuple[Change, dict[Any, Ask]]] = {}
+        for where, change in zip(self._wheres, self._changes, strict=True):
+            asks: dict[Any, Ask] = {}
+            for request in resolve(self._model, (where,)):
+                self._given[request] = change, asks
+        return list(self._given)
 
     def _ask_at(self, request: Request) -> list[tuple[Ask, list[NamedModule]]]:
-        if self._changes_at is None:
-            return super()._ask_at(request)
-        entries: list[tuple[Ask, list[NamedModule]]] = []
-        for target in request.targets:
-            if target.attribute is not None:
-                ask = self._asks.get(target.key) or self._ask_tensor(target)
-            else:
-                changes = self._changes_at[target.key]
-                key = target.port, target.parts, target.operation, *map(id, changes)
-                if key not in self._asks:
-                    place = {"parts": target.parts, "operation": target.operation}
-                    self._asks[key] = self._ask(target.port, changes, **place)
-                ask = self._asks[key]
-            entries.append((ask, [(target.path, target.module)]))
-        return entries
+        self._change, self._asks = self._given[request]
+        return super()._ask_at(request)
 
-    def _ask(self, port: str, changes: Sequence[Change] | None = None, **place: Any) -> Ask:
-        target = place.get("target")
-        if changes is None:
-            at = self._changes_at
-            changes = self._changes if at is None or target is None else at[target.key]
+    def _ask(self, port: str, **place: Any) -> Ask:
         calls = None if port == "value" else self._chosen
         kind = ParameterHandler if port == "value" else EditHandler
-        make = partial(kind, changes, self._at, self._note)
+        make = partial(kind, self._change, self._at, self._note)
         return Ask(port, make, calls=calls, paired=True, **place)
 
     def _caller_of(self, target: Target) -> nn.Module:

@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -24,7 +24,6 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from hookline.engine.checkpointing import around_region
 from hookline.engine.fsdp import is_gathered
 from hookline.errors import NotHookable
-from hookline.places.resolution import Place, Target
 from hookline.torch_private import (
     saved_tensor_hooks,
     saved_tensor_hooks_set_aside,
@@ -33,6 +32,9 @@ from hookline.torch_private import (
     version_of,
 )
 from hookline.values.sharding import placements
+
+if TYPE_CHECKING:
+    from hookline.edits.editing import ParameterHandler
 
 __all__ = ["Saving", "Swap", "Undo", "mark", "swap"]
 
@@ -141,20 +143,7 @@ def _storage(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-class Swapping(Protocol):
-    """The handler of an edit at a parameter."""
-
-    target: Target
-
-    @property
-    def place(self) -> Place: ...
-
-    def change(self, value: Tensor) -> Tensor:
-        """Return the new data."""
-        ...
-
-
-def swap(handlers: Iterable[Swapping], undo: Undo, attached: bool) -> Saving | None:
+def swap(handlers: Iterable[ParameterHandler], undo: Undo, attached: bool) -> Saving | None:
     """Change the data of parameters; return what watches what is saved for backwards meanwhile."""
     for handler in handlers:
         tensor = handler.target.tensor()
@@ -163,7 +152,7 @@ def swap(handlers: Iterable[Swapping], undo: Undo, attached: bool) -> Saving | N
             asked = f"The value of {str(handler.place)!r} was to be changed."
             raise NotHookable(asked, *cast("tuple[str, str]", problem))
         with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-            new = handler.change(tensor.detach().clone())
+            new = handler.changed(tensor.detach().clone())
             new = torch.empty_like(tensor).copy_(new)  # nobody else's memory
         made = _swapped[_storage(new)] = _DataSwap(tensor, "data")
         made.put((new, (next(_serials) % 2**20 + 2**20) << 10), undo)

@@ -331,7 +331,7 @@ class patch(Change):
         return self._fit(self._slice(own, source, call).detach(), value, call).clone()
 
     def _slice(self, own: Tensor, source: Any, call: Call) -> Tensor:
-        """Of what the record holds, the slice that the edit is for. Its shape does not matter."""
+        """Return the slice of the recorded value that the edit changes, of any shape."""
         at = call.at
         kept, transformed = self.record.slicing(source)
         if at is not None and kept is None and not transformed:

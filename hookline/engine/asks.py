@@ -41,8 +41,6 @@ class Ask:
     keep: Callable[[Any], Any] | None = None
     keep_copy: Callable[[Any], Any] | None = None  # `keep`, for values that others may write to
     keep_gradient: Callable[[Tensor], Any] | None = None  # None: gradients go to the handler
-    keeps_first = False  # whether only the first call is kept
-    stops = False  # whether the forward ends once every place has fired
 
     def __init__(
         self,
@@ -67,14 +65,7 @@ class Ask:
     def is_whole(self) -> bool:
         """Return True if the whole values of all calls of a module are only looked at."""
         others = self.parts or self.operation or self.target or self.calls
-        return self.keep is not None and not (
-            others or self.keeps_first or self.stops or self.paired
-        )
-
-    @property
-    def is_whole_output(self) -> bool:
-        """Return True if the whole outputs of all calls of a module are only looked at."""
-        return self.is_whole and self.port == "output"
+        return self.keep is not None and not (others or self.paired)
 
     def subject_at(self, ident: int) -> Subject:
         """Return what events belong to if this is asked of the module with an id."""

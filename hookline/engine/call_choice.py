@@ -1,7 +1,7 @@
 """Which calls of a module are meant: the `calls=` of captures and edits.
 
 - `Calls`: the calls that were asked for
-- `as_calls(calls)`: what a user gives, as such; `Which` is its type
+- `as_calls(calls)`: parse a user's `calls=`, which is a `Which`
 - `ranges(numbers)`: numbers in a few characters
 """
 

@@ -2,7 +2,6 @@
 
 - `RunningCall`: a call of a module or an operation, from its first hook to its last
 - `Call`: which execution of which module a value belongs to, for functions that ask
-- `subject_of(target)`: what the events at a place belong to
 - `key_of(call)`: the key of the target at which a value was met
 - `is_over(frame)`: whether a Python frame has finished
 """
@@ -16,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookline.engine.module_hooks import SERIALS
-from hookline.places.resolution import Place, Target
+from hookline.places.resolution import Place
 
 if TYPE_CHECKING:
     from hookline.engine.generation import Step
     from hookline.engine.handlers import Handler
 
-__all__ = ["Call", "RunningCall", "Subject", "is_over", "key_of", "subject_of"]
+__all__ = ["Call", "RunningCall", "Subject", "is_over", "key_of"]
 
 # What an event belongs to: a module, by its id; an operation, by the module's id and its own name;
 # a parameter or buffer, by the key of its target.
@@ -108,13 +107,6 @@ class Call:
         return self is other
 
     __hash__ = object.__hash__
-
-
-def subject_of(target: Target) -> Subject:
-    """Return what the events at a place belong to."""
-    if target.attribute is not None:
-        return target.key
-    return target.ident if target.operation is None else (target.ident, target.operation)
 
 
 def key_of(call: Call) -> Any:

@@ -64,6 +64,10 @@ class Regions:
             own = autograd_function(region) is checkpoint.CheckpointFunction
             self.hidden |= region in _saved() or (own and bool(region.next_functions))
 
+    def has(self, number: int) -> bool:
+        """Return True if a call ran inside a region."""
+        return any(number in calls for calls in self._calls.values())
+
     def again(self) -> int | None:
         """Return the number of the call that a backward runs again; None if no region is known."""
         task = backward_id()

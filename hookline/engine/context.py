@@ -3,7 +3,6 @@
 - `Context`: the base class of `capture`, `edit`, `hook` and of the tools that look at values
 - `targets_of(context)`, `tracer_of(context)`, `see_own_calls(context)`: for the tools
 - `settled(where)`: places that can be gone through again
-- `first_names(model)`, `named_place(target, names)`: places under the first names of modules
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ from hookline.engine.operations import refuse
 from hookline.engine.reasons import never_fired
 from hookline.engine.tracer import Tracer
 from hookline.errors import ChangeError, NeverFired, NotHookable, PlaceError, warn_outside
-from hookline.places.resolution import Place, Request, Target, Where, resolve
-from hookline.places.tree import NamedModule, around, walk
+from hookline.places.resolution import Request, Target, Where, resolve
+from hookline.places.tree import NamedModule, around, first_names
 
-__all__ = [
-    "Context", "first_names", "named_place", "see_own_calls", "settled", "targets_of", "tracer_of",
-]  # fmt: skip
+__all__ = ["Context", "see_own_calls", "settled", "targets_of", "tracer_of"]
 
 
 def settled(where: Any) -> Any:
@@ -268,16 +265,6 @@ def tracer_of(context: Context) -> Any:
 def see_own_calls(context: Context, own: bool = True) -> None:
     """Let a context see only the calls of the thread or task that enters it, or all calls."""
     context._owned = own
-
-
-def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:
-    """Return the first name of every module, by id, in model order."""
-    return {id(m): path for path, m in walk(model)} if isinstance(model, nn.Module) else {}
-
-
-def named_place(target: Target, names: dict[int, str]) -> Place:
-    """Return the place of a target under the first name of its module."""
-    return target.place_at(names.get(target.ident, target.path))
 
 
 @torch_hooks.unserializable_hook

@@ -1,8 +1,8 @@
 """The log of a tracer: what its hooks saw, in the order in which they saw it.
 
 - `Event`: what was called, what was asked of it, which call it was, and what is kept of the value
-- `new_log(keep)`: a log for `keep="all"`, a plain list, or one of those below
 - `FirstEvents`, `LastEvents`: logs that hold one event for each place
+- `LOGS`: the kinds of logs by what is kept; for `keep="all"` a plain list
 - `StopForward`: ends a forward early
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from hookline.engine.asks import Ask
 from hookline.engine.calls import Subject
 
-__all__ = ["INSIDE", "Event", "FirstEvents", "Keep", "LastEvents", "StopForward", "new_log"]
+__all__ = ["INSIDE", "LOGS", "Event", "FirstEvents", "Keep", "LastEvents", "StopForward"]
 
 Keep = Literal["all", "first", "last"]
 
@@ -63,6 +63,4 @@ def _is_before(one: Event, other: Event) -> bool:
     return numbered and one[2] < other[2]
 
 
-def new_log(keep: Keep) -> Any:
-    """Return an empty log."""
-    return [] if keep == "all" else FirstEvents() if keep == "first" else LastEvents()
+LOGS: dict[Keep, type[Any]] = {"all": list, "first": FirstEvents, "last": LastEvents}

@@ -135,7 +135,7 @@ class Generation:
         found = _find(module, caller, None)
         if found is None or found.own or id(found.model) not in self.takers:
             return OUTSIDE
-        # What generate() runs before the first forward, to encode an image, say.
+        # generate() calls modules before the first forward, to encode an image, for example.
         return "prompt" if self._run_of(found.generate) is None else OUTSIDE
 
     def _run_of(self, generate: FrameType) -> _Run | None:

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from hookline.engine.tracer import Tracer
 
 __all__ = [
-    "DIVIDED", "LEAF", "NONE_CAME", "NO_GRAD", "NO_TENSOR", "PASSED_ON", "VIEW_CHANGED", "Edge",
-    "alias", "gate_of", "grouped", "is_gate", "is_usable", "leading", "made_since",
-    "makes_its_output", "mark_gate", "note_given", "note_recomputed", "tensors_in",
+    "DIVIDED", "LEAF", "NONE_CAME", "NOT_AGAIN", "NO_GRAD", "NO_TENSOR", "PASSED_ON",
+    "VIEW_CHANGED", "Edge", "alias", "gate_of", "grouped", "is_gate", "is_usable", "leading",
+    "made_since", "makes_its_output", "mark_gate", "note_given", "note_recomputed", "tensors_in",
     "watch_ordinary_output", "watch_outputs", "watch_tensor", "without",
 ]  # fmt: skip
 
@@ -63,11 +63,12 @@ NONE_CAME = (
     "Run the forward and the backward inside the `with`.",
 )
 NO_GRAD = (
-    (
-        "the value did not require grad (torch.no_grad, inference mode, nothing to train, or a "
-        "reentrant checkpoint whose backward did not run)."
-    ),
+    "the value did not require grad (torch.no_grad, inference mode, or nothing to train).",
     "Run it with gradients on; for those of data, call x.requires_grad_() before.",
+)
+NOT_AGAIN = (
+    "it ran without gradients inside a reentrant checkpoint, and no backward has run it again.",
+    "Run the backward inside the `with`.",
 )
 NO_TENSOR = (
     "no tensor was found in the value: it is no tuple, dict, dataclass or the like that holds one.",
@@ -114,7 +115,7 @@ def watch_tensor(handler: Handler, tensor: Tensor | None) -> None:
     hook = GradientHook.of(handler, -1)
     if is_view(tensor):
         handler.guard(hook, tensor)
-    hook.put_on(handler.tensor_hooks, tensor)
+    handler.tensor_hooks.put(tensor, hook.at_tensor)
 
 
 # -- outputs --------------------------------------------------------------------------------------
@@ -140,9 +141,12 @@ def is_usable(tensor: Tensor) -> bool:
     return True
 
 
-def without(value: Any) -> tuple[str, str]:
+def without(handler: Handler, value: Any, call: RunningCall) -> tuple[str, str]:
     """Explain why no gradient comes for a value, none of whose tensors has one."""
-    return NO_GRAD if leaves(value) else NO_TENSOR
+    if not leaves(value):
+        return NO_TENSOR
+    waits = not call.recomputed and handler.is_in_region(call.number)
+    return NOT_AGAIN if waits else NO_GRAD
 
 
 def note_recomputed(handler: Handler, number: int) -> None:
@@ -173,8 +177,6 @@ def note_given(args: Any, kwargs: Any) -> list[tuple[Tensor, Any, int, int]]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a value that require grad."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad and is_usable(value) else []
     return [tensor for tensor, _ in grouped(value)]
 
 
@@ -186,7 +188,7 @@ def watch_outputs(handler: Handler, value: Any, output: Any, call: RunningCall) 
     found = grouped(value) if torch.is_grad_enabled() else []
     handler.expect(value, number, found)
     if not found:
-        handler.explain(number, *without(value))
+        handler.explain(number, *without(handler, value, call))
     whole = found if value is output else grouped(output)
     several = {id(tensor) for tensor, paths in whole if len(paths) > 1}
     reused = set[int]() if len(whole) < 2 else _reused(output, call.sequence)
@@ -211,7 +213,7 @@ def _watch_output(
     if is_gate(tensor.grad_fn, -call.serial):  # of an edit that was entered before
         if is_view(tensor):
             handler.guard(hook, tensor)
-        hook.put_on_gate(handler.tensor_hooks, tensor.grad_fn)
+        handler.tensor_hooks.add(tensor.grad_fn, hook.at_gate)
         return tensor
     fresh, given, shared, base_fresh = _origin(tensor, call)
     distinct = fresh and not mixed
@@ -228,7 +230,7 @@ def _watch_output(
             hook.put_on_view(handler.tensor_hooks, tensor, base_of(tensor))
             return tensor
         handler.guard(hook, tensor)
-    hook.put_on(handler.tensor_hooks, tensor)
+    handler.tensor_hooks.put(tensor, hook.at_tensor)
     return tensor
 
 
@@ -261,7 +263,7 @@ def _owns_memory(tensor: Tensor, base_fresh: bool, output: Any) -> bool:
 def _owns_base(tensor: Tensor, output: Any) -> bool:
     """Return True if only a tensor holds its base, or outputs that show other parts of it.
 
-    Of a base that others hold or have views of, not all that flows is this view's.
+    If others hold the base or view it, its gradient is not only this view's.
     """
     base: Any = base_of(tensor)
     if sys.getrefcount(base) > alone():
@@ -302,7 +304,7 @@ def _gate_output(
         earlier = getattr(function, "__self__", None)  # captures that were entered before
         if isinstance(earlier, GradientHook) and not earlier.muted:
             _move_to_gate(earlier, handler, None if own else gate, node, twice)
-    hook.put_on_gate(handler.tensor_hooks, node)
+    handler.tensor_hooks.add(node, hook.at_gate)
     return gate
 
 
@@ -320,7 +322,7 @@ def _move_to_gate(
     moved = GradientHook.of(owner, earlier.number, earlier.path)
     if view is not None:
         owner.guard(moved, view)
-    moved.put_on_gate(owner.tensor_hooks, node)
+    owner.tensor_hooks.add(node, moved.at_gate)
 
 
 def mark_gate(gate: Tensor, serial: int, path: Path = ()) -> Any:
@@ -344,8 +346,6 @@ def is_gate(node: Any, serial: int) -> bool:
 def _reused(output: Any, start: int) -> set[int]:
     """Return the tensors of an output from which others of its tensors were computed."""
     tensors = tensors_in(output)
-    if len(tensors) < 2:
-        return set()
     edges = {(tensor.grad_fn, tensor.output_nr): id(tensor) for tensor in tensors}
     found = leading((tensor.grad_fn for tensor in tensors), edges, (), start)
     return {tensor for _, _, tensor in found}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from hookline.engine import gradients
-from hookline.engine.calls import RunningCall, Subject, subject_of
+from hookline.engine.calls import RunningCall, Subject
 from hookline.errors import ChangeError, PlaceError
 from hookline.places.resolution import Place, Target
 from hookline.values.nested import Path
@@ -63,7 +63,7 @@ class Handler:
     @property
     def subject(self) -> Subject:
         """What the values at the place belong to."""
-        return subject_of(self.target)
+        return self.ask.subject_at(self.target.ident)
 
     @property
     def context(self) -> Any:
@@ -130,7 +130,7 @@ class Handler:
         return calls is None or calls.step is not None or calls.numbers[-1] >= number
 
     def leave_out(self, number: int, why: Untold) -> None:
-        """Refuse a call of which it is unknown whether it was asked for."""
+        """Raise ChangeError for a call whose step in a generation is unknown."""
         calls = self.ask.calls
         assert calls is not None
         asked = f"The calls {calls.shown} at {str(self.place)!r} were to be changed."
@@ -185,11 +185,16 @@ class Handler:
     # -- reasons --------------------------------------------------------------------------------
 
     def explain(self, number: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        """Note why a call cannot give a value that was asked for; it is told on reading."""
+        """Record why a call has no value; reading raises it."""
         parts = {**self.reasons.get(number, {}), path: (reason, remedy)}
         if path:  # what is known of a part counts more, and later, than what is known of the whole
             parts.pop((), None)
         self.remember(self.reasons, number, parts)
+
+    def is_in_region(self, number: int) -> bool:
+        """Return True if a call ran inside a checkpointed region."""
+        regions = cast("Tracer", self.tracer()).regions.get(self.subject)
+        return regions is not None and regions.has(number)
 
     def gave_none(self, number: int) -> bool:
         """Return True if it was noted why a call cannot give a gradient."""
@@ -201,9 +206,9 @@ class Handler:
         return next((why for n in calls for why in self.reasons.get(n, {}).values()), None)
 
     def remember(self, entries: dict[int, Any], number: int, entry: Any) -> None:
-        """Remember something about a call; of recent calls only, where not all are kept."""
+        """Remember something about a call, and forget old calls: a context may stay attached."""
         entries[number] = entry
-        if self.replaces and len(entries) > _RECENT:  # an edit may stay attached for ever
+        if len(entries) > _RECENT:
             del entries[next(iter(entries))]
 
 

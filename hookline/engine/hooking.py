@@ -74,7 +74,7 @@ class HookHandler(Handler):
 
 
 class hook(Context):
-    """Call a function with every value at a place; what it returns stands in the value's stead.
+    """Call a function with every value at a place; its return value replaces the value.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())

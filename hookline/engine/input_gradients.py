@@ -23,7 +23,7 @@ from hookline.engine.gradients import Edge, gate_of, is_gate, made_since
 from hookline.engine.tensor_hooks import GradientHook
 from hookline.errors import GradientNotAvailable
 from hookline.torch_private import base_of, is_view, sequence_number, version_of
-from hookline.values.nested import Path, children, leaves, set_part, show_path
+from hookline.values.nested import Path, leaves, set_part, show_path
 
 if TYPE_CHECKING:
     from hookline.engine.asks import Ask
@@ -91,7 +91,7 @@ def note_inputs(
         noted.tensors = [(tensor, path) for tensor, paths in found for path in paths]
     if not noted.tensors:
         return args, kwargs
-    uses = _shared(module, args, kwargs) if _may_share(args, kwargs) else {}
+    uses = _shared(module, args, kwargs)
     if uses:
         noted.place = arguments.locate(module, args, kwargs, handler.ask)
     for tensor, path in noted.tensors:
@@ -100,20 +100,6 @@ def note_inputs(
         if here not in argument.paths:
             argument.paths.append(here)
     return _put_gates(noted, module, args, kwargs, call)
-
-
-def _may_share(args: Any, kwargs: Any) -> bool:
-    """Return True if one tensor may stand at several places in the arguments of a call."""
-    seen: set[int] = set()
-    for value in (*args, *kwargs.values()):
-        if not isinstance(value, Tensor):
-            if children(value) is not None:
-                return True
-        elif id(value) in seen:
-            return True
-        else:
-            seen.add(id(value))
-    return False
 
 
 def _shared(module: nn.Module, args: Any, kwargs: Any) -> dict[Edge, list[Path]]:
@@ -171,7 +157,7 @@ def watch_inputs(handler: Handler, output: Any, call: RunningCall) -> None:
         gradients.note_recomputed(handler, number)
     handler.expect(noted.value, number, [(tensor, [path]) for tensor, path in noted.tensors])
     if not noted.tensors:
-        handler.explain(number, *gradients.without(noted.value))
+        handler.explain(number, *gradients.without(handler, noted.value, call))
         return
     changed = [path for path, gate, version in noted.gates if version_of(gate) != version]
     if changed and handler.replaces:
@@ -192,7 +178,7 @@ def watch_inputs(handler: Handler, output: Any, call: RunningCall) -> None:
         hook = GradientHook.of(handler, number, path)
         if views:
             handler.guard(hook, *views)
-        hook.put_on_gate(handler.tensor_hooks, edge[0])
+        handler.tensor_hooks.add(edge[0], hook.at_gate)
     noted.wanted = rest
     if rest:
         _watch_paths(noted, tensors, views, call)
@@ -224,7 +210,7 @@ def _watch_paths(
             handler.guard(hook, *views)
         hook.position = position
         if is_gate(node, call.serial):
-            hook.put_on_gate(handler.tensor_hooks, node)
+            handler.tensor_hooks.add(node, hook.at_gate)
         else:
             handler.tensor_hooks.add(node, hook.at_inner_node)
     # Of another path, None says that none flows.

@@ -2,7 +2,7 @@
 
 - `Entering`: acts inside `with`, or from `.attach()` to `.remove()`; never before
 - `enter(context, attached)`, `leave(context)`, `is_open(context)`: for contexts made of others
-- `never_forgotten(context)`: let a context be dropped that was not entered
+- `never_forgotten(context)`: do not warn if the context is never entered
 """
 
 from __future__ import annotations
@@ -176,10 +176,6 @@ class Entering:
                 f"{self!r} was never entered, so it did nothing. Use it in a `with` statement, or "
                 f"call .attach() and later .remove()."
             )
-
-    def __deepcopy__(self, memo: Any) -> Entering:
-        # A model that keeps its own handle can be copied and saved; the copy's handle is closed.
-        return _closed(type(self))
 
     def __reduce__(self) -> Any:
         return _closed, (type(self),)

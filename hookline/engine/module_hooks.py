@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -55,9 +55,12 @@ class ModuleHooks:
         self.keeper: Any = None
         self.key = next(_KEYS)
 
-    def put_before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+    def put_before(
+        self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = True
+    ) -> None:
         """Call `hook(module, args, kwargs)` before each call of a module."""
-        forward_pre_hooks_with_kwargs_of(module)[self.key] = True
+        if with_kwargs:
+            forward_pre_hooks_with_kwargs_of(module)[self.key] = True
         forward_pre_hooks_of(module)[self.key] = hook
 
     def put_after(
@@ -67,32 +70,6 @@ class ModuleHooks:
         if with_kwargs:
             forward_hooks_with_kwargs_of(module)[self.key] = True
         forward_hooks_of(module)[self.key] = hook
-
-    def put_after_all(self, modules: Iterable[tuple[str, nn.Module]], hook: Any) -> None:
-        """Do the same for many modules with their paths, in less time."""
-        key = self.key
-        for _, module in modules:
-            forward_hooks_of(module)[key] = hook
-
-    def remove_after_all(
-        self, modules: Iterable[tuple[str, nn.Module]], paths: dict[int, str]
-    ) -> None:
-        """Undo `put_after_all`, if that is not done; note the path of each module by id."""
-        key = self.key
-        for path, module in modules:
-            forward_hooks_of(module).pop(key, None)
-            paths.setdefault(id(module), path)
-
-    def put_around_all(
-        self, modules: Iterable[nn.Module], before: Any, after: Any, with_kwargs: bool
-    ) -> None:
-        """Put two hooks on each of many modules; the first one gets named arguments if asked."""
-        key = self.key
-        for module in modules:
-            forward_pre_hooks_of(module)[key] = before
-            forward_hooks_of(module)[key] = after
-            if with_kwargs:
-                forward_pre_hooks_with_kwargs_of(module)[key] = True
 
     def stranger(self, module: nn.Module) -> None:
         """Take the hooks off a copied module, which was called."""
@@ -105,9 +82,6 @@ class ModuleHooks:
         forward_hooks_with_kwargs_of(module).pop(self.key, None)
         forward_pre_hooks_of(module).pop(self.key, None)
         forward_pre_hooks_with_kwargs_of(module).pop(self.key, None)
-
-    def __deepcopy__(self, memo: Any) -> ModuleHooks:
-        return _inert(type(self), self.key)
 
     def __reduce__(self) -> Any:
         return _inert, (type(self), self.key)

@@ -212,7 +212,6 @@ class Operation:
 
     def __init__(self, tracer: Tracer, module: nn.Module, name: str, plan: Plan) -> None:
         self.tracer, self.plan = weakref.ref(tracer), plan
-        self.module: Any = module  # None once the context has ended
         self.ident = id(module)
         self.subject = self.ident, name
         self.name, _, nth = name.partition("#")
@@ -238,10 +237,6 @@ class Operation:
         """Take the mode off, if the context was removed while torch had put the mode aside."""
         if self.mode is not None and not self.mode.operations:
             self.mode.leave()
-
-    def close(self) -> None:
-        """Let go of the module."""
-        self.module = None
 
     def module_called(self, tracer: Tracer) -> None:
         """Be seen again in a checkpointed forward that a backward runs again."""

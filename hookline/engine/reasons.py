@@ -17,6 +17,7 @@ from hookline.engine.call_choice import ranges
 from hookline.engine.handlers import Handler
 from hookline.engine.operations import not_called
 from hookline.errors import NeverFired
+from hookline.places.grammar import is_gradient
 from hookline.places.tree import walk
 
 __all__ = ["needs_backward", "never_fired", "reason"]
@@ -93,7 +94,7 @@ def _none_meant(handler: Handler) -> str:
     done = "changed" if handler.replaces else "kept"
     if _came_before(handler):
         return f"{came}, and no call was {done}: calls= names others, counted from 0."
-    if "grad" in handler.target.port:
+    if is_gradient(handler.target.port):
         return handler.silent or f"{came}, but {_NO_GRADIENT}"
     if calls is not None and calls.step is not None:
         return f"{came}, and no call was {done}: none was of the step {calls.shown}."
@@ -127,7 +128,7 @@ def never_fired(handler: Handler, verb: str, model: Any, others: bool, matches: 
     elif _came_before(handler):
         remedy = _NAME_OTHERS
     found, why = reason(handler, model, others), handler.why()
-    if "grad" in target.port and needs_backward(found):
+    if is_gradient(target.port) and needs_backward(found):
         remedy = gradients.NONE_CAME[1]
     if why is not None:  # which says itself what to do
         found, remedy = why[0], why[1] or remedy

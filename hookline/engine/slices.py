@@ -45,7 +45,7 @@ class Slice:
 
 
 class Misfit(ChangeError):
-    """A slice does not fit a value. Whoever knows the place says so with `at_place`."""
+    """A slice does not fit a value; `at_place` adds the place."""
 
     def at_place(self, place: str, verb: str) -> ChangeError:
         """The same error, which says at which place the slice was to be changed, or measured."""

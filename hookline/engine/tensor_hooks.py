@@ -114,10 +114,6 @@ class GradientHook:
 
     # -- putting it on --------------------------------------------------------------------------
 
-    def put_on(self, hooks: TensorHooks, tensor: Tensor) -> None:
-        """Hook a tensor."""
-        hooks.put(tensor, self.at_tensor)
-
     def put_on_view(self, hooks: TensorHooks, tensor: Tensor, base: Tensor) -> None:
         """Hook a view, and its base as it is after the call.
 
@@ -129,10 +125,6 @@ class GradientHook:
         self.base = base.stride(), base.storage_offset()
         hooks.put(base, self.at_base)
         hooks.put(tensor, self.at_tensor)
-
-    def put_on_gate(self, hooks: TensorHooks, node: Any) -> None:
-        """Hook the node of a gate, an identity in the value's place."""
-        hooks.add(node, self.at_gate)
 
     # -- the hooks ------------------------------------------------------------------------------
 

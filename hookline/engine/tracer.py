@@ -34,7 +34,15 @@ from hookline.engine.asks import Ask, Missing, Plan
 from hookline.engine.calls import RunningCall, Subject, is_over
 from hookline.engine.checkpointing import Regions
 from hookline.engine.compiling import Slot
-from hookline.engine.events import INSIDE, Event, Keep, LastEvents, StopForward, new_log
+from hookline.engine.events import (
+    INSIDE,
+    LOGS,
+    Event,
+    FirstEvents,
+    Keep,
+    LastEvents,
+    StopForward,
+)
 from hookline.engine.fsdp import watch_gathered
 from hookline.engine.generation import FORGOTTEN, Generation, Step, Steps
 from hookline.engine.handlers import PART_REMEDY, UNCHANGED, Handler, add_place
@@ -42,9 +50,9 @@ from hookline.engine.module_hooks import ACTIVE, CLOSED, ModuleHooks
 from hookline.engine.offloading import value_of
 from hookline.engine.operations import Operation
 from hookline.engine.tensor_hooks import TensorHooks
-from hookline.places.grammar import escape
+from hookline.places.grammar import escape, is_gradient
 from hookline.places.resolution import Place, Target
-from hookline.places.tree import NamedModule, walk
+from hookline.places.tree import NamedModule, first_names
 from hookline.torch_private import (
     backward_id,
     forward_hooks_of,
@@ -68,16 +76,16 @@ class Tracer(ModuleHooks):
         super().__init__(context, owner)
         self.ref = weakref.ref(self)
         self.model = model  # None once the context has ended
-        self.events = new_log(keep)
+        self.events: Any = LOGS[keep]()
         self.logged: dict[tuple[Subject, Ask], list[Event]] = defaultdict(list)  # sorted by place
         self.sorted = 0  # how many events are in it
         self.spelled: dict[str, tuple[Subject, Ask]] | None = None  # places, made when first read
         self.handlers: dict[tuple[Subject, Ask], Handler] = {}
-        # What is asked of which modules; once the context has ended, their ids instead.
+        # What is asked of which modules; once the context has ended, without the modules.
         self.asked: list[tuple[Ask, list[NamedModule]]] = []
         self.idents: list[tuple[Ask, Iterable[int]]] = []
-        self.paths: dict[int, str] = {}  # of the modules of which something is asked, by id
-        self.modules: dict[int, nn.Module] = {}  # the same modules, while the context is open
+        # The same by the ids of the modules: paths, and modules while the context is open.
+        self.sites: dict[int, tuple[str, Any]] = {}
         self.names: dict[int, str] | None = None  # the first names of all modules of the model
         self.whole: Ask | None = None  # if whole outputs are all that is asked for
         self.plans: dict[int, Plan] = {}  # else all that is asked of each module
@@ -92,7 +100,7 @@ class Tracer(ModuleHooks):
         # Calls that run.
         self.running: dict[Any, RunningCall] = {}
         self.deepest = 0  # how many ran at once
-        self.late = new_log(keep)  # the inputs of calls that raised
+        self.late: Any = LOGS[keep]()  # the inputs of calls that raised
         # How many calls were completed; how many of them ran in a backward without repeating
         # another; and how many belonged to other threads and tasks.
         self.counts: dict[Subject, int] = defaultdict(int)
@@ -130,7 +138,8 @@ class Tracer(ModuleHooks):
             for slot, module in self.slots.values():
                 slot.put_after(module, slot.after)
             for _, modules in self.asked if not self.slots else ():
-                self.put_after_all(modules, self.after)
+                for _, module in modules:
+                    self.put_after(module, self.after)
             return
         self.operations = self._plan_operations()
         planned = self._plan(callers, takers, anchors)
@@ -190,7 +199,8 @@ class Tracer(ModuleHooks):
         """Take the hooks off; fine if they are off already."""
         self.owner = CLOSED  # torch may still be about to call a hook
         for _, modules in self.asked if self.whole is not None else ():
-            self.remove_after_all(modules, self.paths)
+            for _, module in modules:
+                forward_hooks_of(module).pop(self.key, None)
         for module in self.hooked:
             self.remove_from(module)
         for operations in self.operations.values():
@@ -204,7 +214,9 @@ class Tracer(ModuleHooks):
     def looks_at_outputs(self) -> bool:
         """Return True if whole outputs of modules are all that is asked for."""
         first = self.asked[0][0]
-        return first.is_whole_output and all(ask is first for ask, _ in self.asked)
+        if self.waiting or isinstance(self.events, FirstEvents):
+            return False
+        return first.is_whole and first.port == "output" and all(a is first for a, _ in self.asked)
 
     def keep_in_graphs(self, detach: bool) -> None:
         """Keep the last outputs in a way that torch.compile takes into its graphs."""
@@ -324,7 +336,7 @@ class Tracer(ModuleHooks):
         call.number = self.counts[subject] + self._depth(call) if repeated is None else repeated
         call.positional = len(args)
         if self.generation is not None:
-            module = owner if isinstance(owner, nn.Module) else self.module_of(subject)
+            module = owner if isinstance(owner, nn.Module) else self.site_of(subject)[1]
             call.step = self._step(self.generation, plan, call, module, args, kwargs)
         for ask in plan.values:
             self._offer_value(ask, call, owner)
@@ -614,7 +626,7 @@ class Tracer(ModuleHooks):
     def _miss(self, ask: Ask, call: RunningCall, problem: str, as_input: bool = False) -> None:
         """A value lacks the part that is asked for."""
         handler = self.handler(call.subject, ask)
-        if ask.keep is None or "grad" in ask.port:
+        if ask.keep is None or is_gradient(ask.port):
             handler.missing(call.number, problem)
         elif as_input:
             number = None if ask.calls is None else call.number
@@ -624,7 +636,7 @@ class Tracer(ModuleHooks):
 
     def _is_settled(self, ask: Ask, subject: Subject) -> bool:
         """Return True if only the first value is kept, and it is there."""
-        return ask.keeps_first and (subject, ask) in self.events
+        return isinstance(self.events, FirstEvents) and (subject, ask) in self.events
 
     def _arrived(self, subject: Subject, ask: Ask) -> None:
         """For stop=True: end the forward after the last place that is waited for."""
@@ -713,7 +725,7 @@ class Tracer(ModuleHooks):
     def key_at(self, text: str) -> tuple[Subject, Ask] | None:
         """Return the key of the handler for a place that is spelled as it was asked for."""
         if self.spelled is None:
-            paths = self._located()
+            sites = self._located()
             spelled: dict[str, tuple[Subject, Ask]] = {}
             for ask, idents in self._asked_idents():
                 if ask.target is not None:
@@ -722,7 +734,7 @@ class Tracer(ModuleHooks):
                 ending = Place("", ask.port, ask.parts, ask.operation)
                 for ident in idents:
                     subject = ident if ask.operation is None else (ident, ask.operation)
-                    spelled.setdefault(escape(paths[ident]) + ending, (subject, ask))
+                    spelled.setdefault(escape(sites[ident][0]) + ending, (subject, ask))
             self.spelled = spelled
         return self.spelled.get(text)
 
@@ -781,44 +793,38 @@ class Tracer(ModuleHooks):
     def place_of(self, target: Target) -> Place:
         """Return the place of a target under the first name of its module."""
         if self.names is None:
-            model = self.model if isinstance(self.model, nn.Module) else None
-            self.names = {} if model is None else {id(m): path for path, m in walk(model)}
-        return target.place_at(self.names.get(target.ident, target.path))
+            self.names = first_names(self.model)
+        return target.place_among(self.names)
 
     def close(self) -> None:
         """Let go of the model: what was captured does not keep it alive."""
-        paths = self._located()
-        self.idents = self._asked_idents() if self.whole is None else [(self.whole, paths)]
+        self.idents = self._asked_idents()
+        self.sites = {ident: (path, None) for ident, (path, _) in self._located().items()}
         self.asked = [(ask, []) for ask, _ in self.asked]
-        self.model, self.modules, self.plans, self.hooked = None, {}, {}, []
+        self.model, self.plans, self.hooked = None, {}, []
         self.slots = {ident: (slot, None) for ident, (slot, _) in self.slots.items()}
-        for operations in self.operations.values():
-            for operation in operations:
-                operation.close()
 
     def ident_of(self, subject: Subject) -> int:
         """Return the id of the module of a subject that is no parameter or buffer."""
         return cast(int, subject[0] if type(subject) is tuple else subject)
 
-    def _located(self) -> dict[int, str]:
-        """Return the paths of the modules of which something is asked, by id."""
-        if not self.paths:
-            steps = [step for _, modules in self.asked for step in modules]
-            self.paths = {id(module): path for path, module in reversed(steps)}
-        return self.paths
+    def _located(self) -> dict[int, tuple[str, Any]]:
+        """Return the modules of which something is asked by id, with their paths."""
+        if not self.sites:
+            named = [one for _, modules in self.asked for one in modules]
+            self.sites = {id(one[1]): one for one in reversed(named)}
+        return self.sites
 
-    def module_of(self, subject: Subject) -> Any:
-        """Return the module of a subject; None once the context has ended."""
-        if not self.modules:
-            self.modules = {id(module): module for _, held in self.asked for _, module in held}
-        return self.modules.get(self.ident_of(subject))
+    def site_of(self, subject: Subject) -> tuple[str, Any]:
+        """Return the path and the module of a subject; no module once the context has ended."""
+        return self._located()[self.ident_of(subject)]
 
     def target_of(self, subject: Subject, ask: Ask) -> Target:
         """Return the place at which something is asked, as a target."""
         if ask.target is not None:
             return ask.target
+        path, module = self.site_of(subject)
         ident = self.ident_of(subject)
-        path, module = self._located()[ident], self.module_of(subject)
         return Target(module, path, ask.port, ask.parts, None, ask.operation, ident)
 
 

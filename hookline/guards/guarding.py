@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from hookline.engine import gradients
 from hookline.engine.asks import Ask
 from hookline.engine.calls import RunningCall, is_over
-from hookline.engine.context import Context, first_names
+from hookline.engine.context import Context
 from hookline.engine.handlers import UNCHANGED, Handler
 from hookline.engine.tensor_hooks import GradientHook
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
@@ -38,6 +38,7 @@ from hookline.guards.kept_calls import CallHolder, KeptCall, ModelParts, is_spre
 from hookline.guards.origin_search import find_forward, output_origins, parameter_names
 from hookline.guards.origins import ADDING, IgnoredPlaces, Labelled, Origin, line_of
 from hookline.places.resolution import Request, Where, resolve
+from hookline.places.tree import first_names
 from hookline.torch_private import at_backward_end, backward_hooks_of, backward_id, version_of
 from hookline.training.grad_scalers import Scaler, check_scaler, scale_of
 from hookline.values.nested import leaves

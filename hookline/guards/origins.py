@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hookline.errors import PlaceError
 from hookline.guards.finite_checks import TensorDescription, float_values, infinity_signs
-from hookline.places.grammar import parse
+from hookline.places.grammar import is_gradient, parse
 from hookline.places.resolution import Place, Target, Where, resolve
 from hookline.values.nested import Path as Parts
 from hookline.values.nested import children, leaves, show_path
@@ -148,7 +148,7 @@ class IgnoredPlaces:
         for target in self.targets:
             own = any(target.module is one for one in called)
             inner = target.port in ("input", "inputs") and own
-            if "grad" in target.port or (target.port not in ("output", "value") and not inner):
+            if is_gradient(target.port) or (target.port not in ("output", "value") and not inner):
                 raise PlaceError(
                     f"guard was told to ignore {str(target.place)!r}.",
                     "It looks at what modules and operations make, at parameters, and at the "

@@ -148,11 +148,11 @@ def live_edits(model: nn.Module) -> list[str]:
         for handler in handlers_of(one):
             calls = handler.ask.calls
             how = digest((stable_text(handler.at), calls.shown if calls else ""))
-            for change in handler.changes:
-                what = type(change).__name__
-                if isinstance(change, EditFunction):
-                    what = f"{stable_text(change.function)} {bound_content(change.function)}"
-                found.append(f"{str(handler.place)!r} {what} {digest(change, how):08x}")
+            change = handler.change
+            what = type(change).__name__
+            if isinstance(change, EditFunction):
+                what = f"{stable_text(change.function)} {bound_content(change.function)}"
+            found.append(f"{str(handler.place)!r} {what} {digest(change, how):08x}")
     return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hookline.engine.offloading import is_offloaded
 from hookline.errors import HarvestError, warn_outside
+from hookline.places.grammar import is_gradient
 from hookline.places.resolution import Place, Where
 from hookline.selecting import select
 from hookline.torch_private import BatchNormBase, DropoutBase
@@ -26,10 +27,12 @@ def places_in(model: nn.Module, where: Where) -> list[Place]:
     """Return the places that are asked for; raise for those that a forward has not."""
     places = select(model, where)
     for place in places:
-        if "grad" in place.port or place.port == "value":
+        if is_gradient(place.port) or place.port == "value":
             raise HarvestError(
                 f"A harvest of {str(place)!r} was asked for.",
-                "It is a gradient." if "grad" in place.port else "It is the same for every batch.",
+                "It is a gradient."
+                if is_gradient(place.port)
+                else "It is the same for every batch.",
                 "Name outputs or inputs of modules. Only the forward runs.",
             )
     return places

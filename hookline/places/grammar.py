@@ -1,5 +1,7 @@
 """Read and write the spelling of places: `path [/operation[#n]] [:port] [[part]]...`.
 
+- `MODULE_PORTS`, `TENSOR_PORTS`: what can be asked for at a module, and at a parameter or buffer
+- `is_gradient(port)`: whether a port gives gradients
 - `Place`: the address of a value, a string with its pieces as attributes
 - `parse(text)`: the `Pattern` that a text spells
 - `parse_port(text)`: the port and the parts that a text spells
@@ -23,12 +25,19 @@ from hookline.errors import PlaceError
 from hookline.values.nested import Path, show_path
 
 __all__ = [
-    "DEEP", "MODULE_PORTS", "TENSOR_PORTS", "Glob", "Pattern", "Place", "Segment", "escape",
-    "literal_readings", "parse", "parse_port",
+    "DEEP", "MODULE_PORTS", "PORTS", "TENSOR_PORTS", "Glob", "Pattern", "Place", "Segment",
+    "escape", "is_gradient", "literal_readings", "parse", "parse_port",
 ]  # fmt: skip
 
 MODULE_PORTS = ("output", "input", "inputs", "grad_output", "grad_input", "grad_inputs")
 TENSOR_PORTS = ("value", "grad")
+PORTS = MODULE_PORTS + TENSOR_PORTS
+
+
+def is_gradient(port: str | None) -> bool:
+    """Return True for the port of a gradient, of a module or of a tensor."""
+    return port is not None and "grad" in port
+
 
 _SPECIAL = re.compile(r"[*{},/:\[\]#\\]")
 
@@ -324,10 +333,9 @@ def _is_endless(text: str) -> bool:
 
 
 def _check_port(text: str, port: str | None) -> None:
-    ports = (*MODULE_PORTS, *TENSOR_PORTS)
-    if port is None or port in ports:
+    if port is None or port in PORTS:
         return
-    close = difflib.get_close_matches(port, ports, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(port, PORTS, n=1, cutoff=0.5)
     closest = f". Closest: {close[0]!r}" if close else ""
     raise _malformed(text, f"it names the port {port!r}, which does not exist{closest}")
 

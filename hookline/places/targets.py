@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,6 +58,10 @@ class Target:
     def place_at(self, path: str) -> Place:
         """Return the place, given the path of the module."""
         return Place(self.named(path), self.port, self.parts, self.operation)
+
+    def place_among(self, names: Mapping[int, str]) -> Place:
+        """Return the place under the name that the module has among these, by id."""
+        return self.place_at(names.get(self.ident, self.path))
 
     def named(self, path: str) -> str:
         """Return the path of the module or of its tensor, given the path of the module."""

@@ -29,6 +29,7 @@ __all__ = [
     "exists",
     "find",
     "find_tensors",
+    "first_names",
     "join",
     "tensors_of",
     "unwrapped",
@@ -155,16 +156,7 @@ def _matches(segment: Segment, table: dict[str, Any]) -> Iterable[str]:
 
 def exists(model: nn.Module, names: Sequence[Segment]) -> bool:
     """Return True if a plain path is that of a module, parameter or buffer."""
-    name: Any = names[-1]
-    owners = find(model, names[:-1])
-    for path, owner in owners:
-        modules = submodules_of(owner)
-        if name in modules or name in parameters_of(owner) or name in buffers_of(owner):
-            return True
-        inner = _wrapped(path, owner, name) if len(modules) == 1 else None
-        if inner is not None:
-            owners.append(inner)  # this loop visits it as well
-    return False
+    return bool(find(model, names) or find_tensors(model, names, False))
 
 
 # -- wrappers -------------------------------------------------------------------------------------
@@ -220,3 +212,8 @@ def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 def join(path: str, name: str) -> str:
     """Return the path of a name inside the module at a path; either may be empty."""
     return f"{path}.{name}" if path and name else path or name
+
+
+def first_names(model: nn.Module | Tensor | None) -> dict[int, str]:
+    """Return the first name of every module, by id, in model order."""
+    return {id(m): path for path, m in walk(model)} if isinstance(model, nn.Module) else {}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StatisticsError
+from hookline.places.grammar import is_gradient
 from hookline.places.resolution import Place
 
 __all__ = ["NamedMask", "is_added"]
@@ -59,7 +60,7 @@ class NamedMask:
 
     def at(self, place: Place) -> Any:
         """Return the mask of the value that is at a place now."""
-        late = "grad" in place.port
+        late = is_gradient(place.port)
         mixed = late and self._mixed
         if (self._running is not None if late else self._running) and not mixed:
             self._came |= late

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hookline.captures.capturing import capture
 from hookline.engine.calls import Call, key_of
-from hookline.engine.context import first_names, named_place, see_own_calls, settled, targets_of
+from hookline.engine.context import see_own_calls, settled, targets_of
 from hookline.engine.hooking import hook
 from hookline.engine.lifecycle import Entering, enter, leave, never_forgotten
 from hookline.engine.slices import Misfit, take
@@ -24,7 +24,9 @@ from hookline.errors import NeverFired, NotCaptured, NotHookable, StatisticsErro
 from hookline.isolation.batches import check_mask_name, is_series, not_series_error
 from hookline.isolation.early_exit import EarlyExit
 from hookline.isolation.model_calls import call_model
+from hookline.places.grammar import is_gradient
 from hookline.places.resolution import Target, Where, resolve
+from hookline.places.tree import first_names
 from hookline.selecting import held_as
 from hookline.statistics.all_statistics import Statistic, by_name, statistic_from, warn_of_images
 from hookline.statistics.masks import NamedMask
@@ -341,13 +343,13 @@ class _Measuring(Entering):
 
     def warn_of_silent(self, gradients: bool = True) -> None:
         """Warn, once, of the places that had no value so far."""
-        silent = [t for t in self._silent.values() if gradients or "grad" not in t.port]
+        silent = [t for t in self._silent.values() if gradients or not is_gradient(t.port)]
         for target in silent:
             del self._silent[target.key]
         silent = [target for target in silent if target.key not in self._observer.told]
         if silent:
             names = first_names(self._model)
-            places = [named_place(target, names) for target in silent[:6]]
+            places = [target.place_among(names) for target in silent[:6]]
             shown = ", ".join(map(repr, places)) + ", …" * (len(silent) > 6)
             warn_outside(
                 f"Nothing happened at {shown} in the first batch: what is measured lacks "
@@ -448,7 +450,7 @@ def measure(
         raise not_series_error(data, StatisticsError)
     where = settled(where)
     requests = resolve(model, (where,))
-    if any("grad" in target.port for request in requests for target in request.targets):
+    if any(is_gradient(target.port) for request in requests for target in request.targets):
         raise StatisticsError(
             "measure was given data and gradient places.",
             "Over data only the forward runs, so that none would arrive.",

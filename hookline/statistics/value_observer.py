@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hookline.engine.asks import Ask
-from hookline.engine.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
+from hookline.engine.gradients import NO_GRAD, NO_TENSOR, NONE_CAME, NOT_AGAIN
 from hookline.engine.hooking import HookHandler, hook
 from hookline.errors import warn_outside
 from hookline.torch_private import at_backward_end, backward_id
@@ -21,7 +21,8 @@ from hookline.values.snapshots import gradient_snapshot
 
 __all__ = ["ValueObserver"]
 
-_HARMLESS = (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0])  # reasons of calls that have no gradient
+# Reasons of calls that have no gradient.
+_HARMLESS = (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0], NOT_AGAIN[0])
 
 
 class _GradientHandler(HookHandler):
@@ -56,11 +57,6 @@ class _GradientHandler(HookHandler):
             self.told = True
             place = str(self.place)
             warn_outside(f"A gradient at {place!r} cannot be measured: {reason} {remedy}")
-
-    def remember(self, entries: Any, number: int, entry: Any) -> None:
-        super().remember(entries, number, entry)
-        if len(entries) > 64:  # as for an edit: there may be any number of calls
-            del entries[next(iter(entries))]
 
 
 def _end(handler: weakref.ref[_GradientHandler], task: int) -> None:

@@ -18,6 +18,7 @@ from hookline.captures.keeping import PLAIN, CaptureAsk, CaptureHandler
 from hookline.captures.record import Record
 from hookline.engine.call_choice import as_calls
 from hookline.errors import NotCaptured, RecordError
+from hookline.places.grammar import PORTS, is_gradient
 from hookline.places.resolution import Place, Target
 from hookline.storage import json_safetensors
 from hookline.storage.store_files import stored_dtype
@@ -29,8 +30,7 @@ from hookline.values.sharding import local
 __all__ = ["load_record", "save_record"]
 
 _KIND = "record"
-_NOWHERE = nn.Module()  # in the stead of every module
-_PORTS = {"output", "input", "inputs", "grad_output", "grad_input", "grad_inputs", "value", "grad"}
+_NOWHERE = nn.Module()  # stands for every module
 
 
 def save_record(record: Record, folder: str | Path) -> Path:
@@ -93,7 +93,7 @@ def load_record(folder: str | Path) -> Record:
     except _Malformed as error:
         problem = str(error)
     else:
-        return Record(None, None, held)
+        return Record(None, held)
     raise RecordError(
         f"A record was to be read from {str(folder)!r}.",
         f"record.json is not as a record is written: {problem}.",
@@ -140,7 +140,7 @@ def _write_calls(record: Record, place: Place, tensors: dict[str, Tensor]) -> It
     for.
     """
     for n, value in record.numbered(place):
-        if value is None and not place.port.startswith("grad"):
+        if value is None and not is_gradient(place.port):
             try:
                 record[place, n]
             except NotCaptured as error:
@@ -200,7 +200,7 @@ def _handler(entry: Any, tensors: dict[str, Tensor]) -> CaptureHandler:
     parts = _list(entry.get("parts", []))
     plain = isinstance(path, str) and isinstance(port, str)
     plain = plain and isinstance(operation, (str, type(None)))
-    if not plain or port not in _PORTS or any(type(part) not in (int, str) for part in parts):
+    if not plain or port not in PORTS or any(type(part) not in (int, str) for part in parts):
         _refuse("an entry is no place")
     target = Target(_NOWHERE, cast(str, path), cast(str, port), tuple(parts), None, operation)
     at = entry.get("at")
@@ -218,7 +218,7 @@ def _handler(entry: Any, tensors: dict[str, Tensor]) -> CaptureHandler:
         why = cast("dict[str, Any]", value).get("missing") if isinstance(value, dict) else None
         if isinstance(why, str):
             handler.explain(n, why)
-        absent = isinstance(why, str) or (value is None and cast(str, port).startswith("grad"))
+        absent = isinstance(why, str) or (value is None and is_gradient(port))
         handler.values.append((n, None if absent else (_read(value, tensors), None)))
     return handler
 

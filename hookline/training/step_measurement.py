@@ -22,11 +22,11 @@ from torch.nn.parameter import is_lazy
 
 from hookline.engine.asks import Ask
 from hookline.engine.calls import RunningCall
-from hookline.engine.context import Context, first_names
+from hookline.engine.context import Context
 from hookline.engine.handlers import UNCHANGED, Handler
 from hookline.errors import PlaceError
 from hookline.places.resolution import Place, Request, Target, Where, resolve
-from hookline.places.tree import join
+from hookline.places.tree import first_names, join
 from hookline.torch_private import (
     at_backward_end,
     backward_id,

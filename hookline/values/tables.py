@@ -134,7 +134,7 @@ _renderers: list[Renderer] = []
 
 
 def render_with(function: Renderer) -> None:
-    """Set the function that makes the HTML; hookline sets that of hookline.pages.notebooks."""
+    """Set the function that makes the HTML; hookline sets that of view/notebook.py."""
     _renderers.append(function)
 
 

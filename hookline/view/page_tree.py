@@ -12,7 +12,7 @@ from typing import Any
 
 from hookline.costs.summary import Summary
 from hookline.errors import HooklineError
-from hookline.places.grammar import parse
+from hookline.places.grammar import is_gradient, parse
 from hookline.places.resolution import Place
 from hookline.places.tree import join
 
@@ -94,7 +94,7 @@ class PageTree:
         group += "".join(f"[{part}]" for part in place.parts)
         known.setdefault("chunk", f"e{len(self.entries)}")
         known.setdefault("weight", place.port in ("value", "grad"))
-        known.setdefault("gradient", place.port.startswith("grad"))
+        known.setdefault("gradient", is_gradient(place.port))
         found = PageEntry(str(place), index, group, **known)
         self.entries.append(found)
         return found

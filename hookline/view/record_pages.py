@@ -20,6 +20,7 @@ from hookline.captures.record import Record, captured, model_of
 from hookline.costs.summarizing import summarize
 from hookline.costs.summary import Summary
 from hookline.errors import HooklineError
+from hookline.places.grammar import is_gradient
 from hookline.places.resolution import Place
 from hookline.text_tables import show_count
 from hookline.values.nested import Path, children
@@ -96,7 +97,7 @@ def add_record(
         _never_called(tree, place, reason)
     for place in record.places():
         index = tree.find(place.path)
-        if index is not None and not place.port.startswith("grad"):
+        if index is not None and not is_gradient(place.port):
             tree.modules[index]["called"] = True
 
 

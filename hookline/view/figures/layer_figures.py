@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hookline.captures.record import Record
 from hookline.errors import FigureError
+from hookline.places.grammar import is_gradient
 from hookline.statistics.all_statistics import Histogram, Variance
 from hookline.statistics.measuring import Measurements
 from hookline.training.run_reading import Run
@@ -255,7 +256,7 @@ def gradient_flow(
 
 def _flows(source: Any, where: Any) -> list[_Flow]:
     if isinstance(source, Record) and where is None:
-        where = [str(place) for place in source.places() if "grad" in place.port]
+        where = [str(place) for place in source.places() if is_gradient(place.port)]
         if not where:
             raise FigureError(
                 "The gradients of a record were to be drawn.",
