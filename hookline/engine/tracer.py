@@ -83,8 +83,8 @@ class Tracer(ModuleHooks):
         self.handlers: dict[tuple[Subject, Ask], Handler] = {}
         # What is asked of which modules; once the context has ended, without the modules.
         self.asked: list[tuple[Ask, list[NamedModule]]] = []
-        self.idents: list[tuple[Ask, Iterable[int]]] = []
-        # The same by the ids of the modules: paths, and modules while the context is open.
+        self.paths: list[tuple[Ask, dict[int, str]]] = []  # the same then: paths by ids of modules
+        # Paths and modules by id, made when they are needed; no modules once the context has ended.
         self.sites: dict[int, tuple[str, Any]] = {}
         self.names: dict[int, str] | None = None  # the first names of all modules of the model
         self.whole: Ask | None = None  # if whole outputs are all that is asked for
@@ -137,9 +137,10 @@ class Tracer(ModuleHooks):
             self.whole = self.asked[0][0]
             for slot, module in self.slots.values():
                 slot.put_after(module, slot.after)
+            key, after = self.key, self.after
             for _, modules in self.asked if not self.slots else ():
                 for _, module in modules:
-                    self.put_after(module, self.after)
+                    forward_hooks_of(module)[key] = after
             return
         self.operations = self._plan_operations()
         planned = self._plan(callers, takers, anchors)
@@ -198,9 +199,10 @@ class Tracer(ModuleHooks):
     def take_off(self) -> None:
         """Take the hooks off; fine if they are off already."""
         self.owner = CLOSED  # torch may still be about to call a hook
+        key = self.key
         for _, modules in self.asked if self.whole is not None else ():
             for _, module in modules:
-                forward_hooks_of(module).pop(self.key, None)
+                forward_hooks_of(module).pop(key, None)
         for module in self.hooked:
             self.remove_from(module)
         for operations in self.operations.values():
@@ -713,28 +715,27 @@ class Tracer(ModuleHooks):
 
     def asked_keys(self) -> list[tuple[Subject, Ask]]:
         """Return the keys of all handlers, in the order in which places were asked for."""
-        found = [
-            (ask.subject_at(ident), ask) for ask, idents in self._asked_idents() for ident in idents
-        ]
+        found = [(ask.subject_at(i), ask) for ask, paths in self._asked_paths() for i in paths]
         return list(dict.fromkeys(found))
 
-    def _asked_idents(self) -> list[tuple[Ask, Iterable[int]]]:
-        """Return what is asked of which modules, by their ids."""
-        return self.idents or [(ask, [id(m) for _, m in modules]) for ask, modules in self.asked]
+    def _asked_paths(self) -> list[tuple[Ask, dict[int, str]]]:
+        """Return what is asked of which modules: their paths by their ids."""
+        if self.paths:
+            return self.paths
+        return [(ask, {id(m): path for path, m in modules}) for ask, modules in self.asked]
 
     def key_at(self, text: str) -> tuple[Subject, Ask] | None:
         """Return the key of the handler for a place that is spelled as it was asked for."""
         if self.spelled is None:
-            sites = self._located()
             spelled: dict[str, tuple[Subject, Ask]] = {}
-            for ask, idents in self._asked_idents():
+            for ask, paths in self._asked_paths():
                 if ask.target is not None:
                     spelled.setdefault(str(ask.target.place), (ask.target.key, ask))
                     continue
                 ending = Place("", ask.port, ask.parts, ask.operation)
-                for ident in idents:
+                for ident, path in paths.items():
                     subject = ident if ask.operation is None else (ident, ask.operation)
-                    spelled.setdefault(escape(sites[ident][0]) + ending, (subject, ask))
+                    spelled.setdefault(escape(path) + ending, (subject, ask))
             self.spelled = spelled
         return self.spelled.get(text)
 
@@ -761,7 +762,7 @@ class Tracer(ModuleHooks):
             return self.fired().issuperset(self.asked_keys())
         found: set[Subject] = {e[0] for e in self.events if type(e[3]) is not Missing}
         found |= {ident for ident, (slot, _) in self.slots.items() if slot.value is not None}
-        return found >= self._located().keys()
+        return all(found >= paths.keys() for _, paths in self._asked_paths())
 
     def calls_of(self, handler: Handler) -> int:
         """Return how many calls of the module or operation at a place were completed."""
@@ -798,8 +799,7 @@ class Tracer(ModuleHooks):
 
     def close(self) -> None:
         """Let go of the model: what was captured does not keep it alive."""
-        self.idents = self._asked_idents()
-        self.sites = {ident: (path, None) for ident, (path, _) in self._located().items()}
+        self.paths, self.sites = self._asked_paths(), {}
         self.asked = [(ask, []) for ask, _ in self.asked]
         self.model, self.plans, self.hooked = None, {}, []
         self.slots = {ident: (slot, None) for ident, (slot, _) in self.slots.items()}
@@ -811,8 +811,9 @@ class Tracer(ModuleHooks):
     def _located(self) -> dict[int, tuple[str, Any]]:
         """Return the modules of which something is asked by id, with their paths."""
         if not self.sites:
-            named = [one for _, modules in self.asked for one in modules]
-            self.sites = {id(one[1]): one for one in reversed(named)}
+            modules = {id(m): m for _, held in self.asked for _, m in held}
+            for _, paths in reversed(self._asked_paths()):
+                self.sites |= {ident: (path, modules.get(ident)) for ident, path in paths.items()}
         return self.sites
 
     def site_of(self, subject: Subject) -> tuple[str, Any]:
