@@ -14,9 +14,8 @@ import io
 import tokenize
 from pathlib import Path
 
-# The folders that everything else stands on: each imports only those before it. During the
-# refactoring both layouts are accepted: core becomes engine, records becomes captures.
-FOUNDATION = ("values", "places", "core", "engine", "records", "captures", "edits")
+# The folders that everything else stands on: each imports only those before it.
+FOUNDATION = ("values", "places", "engine", "captures", "edits")
 FOUNDATION_FILES = ("errors.py",)
 MOST_COMPLEX = 10  # as [tool.ruff.lint.mccabe] in pyproject.toml
 

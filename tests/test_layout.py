@@ -35,29 +35,10 @@ PARTS = {name.partition("/")[0].removesuffix(".py") for name in SOURCES}  # fold
 
 # What stands above the tools: a part imports only from its own level and the levels below it.
 LEVELS = {
-    "view": 2, "pages": 2,
+    "view": 2,
     "cli": 3, "integrations": 3, "compat": 3, "demo": 3, "__main__": 3, "__init__": 3,
 }  # fmt: skip
-# Files that may be named like others: their folder is named after the library they stand in for.
-SAME_NAME: set[str] = set()
 RESERVED = {"anatomy"}  # a public function will have this name
-
-# Where the tree still violates a rule below. These sets only shrink: delete what is done.
-STILL_TO_DO = {
-    "private names of other files": set(),
-    "imports against the direction": set(),
-    "names of several files": set(),
-    "names like public functions": set(),
-    "complex functions without a reason": set(),
-}
-
-
-def check(rule, found):
-    """Compare what violates a rule with what is still to do."""
-    found, to_do = set(found), STILL_TO_DO[rule]
-    assert not found - to_do, f"{rule}: {sorted(found - to_do)}"
-    assert not to_do - found, f"done, delete it from STILL_TO_DO: {sorted(to_do - found)}"
-
 
 MODULE_HOOKS = {
     "register_forward_hook",
@@ -159,8 +140,7 @@ sys.modules["torch._inductor.config"]
 
 
 def test_no_file_uses_a_private_name_of_another_file():
-    found = private_accesses(SOURCES)
-    check("private names of other files", {f"{file}: {code}" for file, _, code in found})
+    assert not list(private_accesses(SOURCES))
 
 
 def test_that_rule_finds_every_way_to_use_a_private_name():
@@ -206,15 +186,12 @@ class User(Owner):
 
 
 def test_a_complex_function_says_why_at_its_top():
-    check(
-        "complex functions without a reason",
-        {
-            f"{name}: {function}"
-            for name, source in SOURCES.items()
-            for line, function, _ in complex_functions(source)
-            if not begins_with_a_comment(source, line)
-        },
-    )
+    assert not {
+        f"{name}: {function}"
+        for name, source in SOURCES.items()
+        for line, function, _ in complex_functions(source)
+        if not begins_with_a_comment(source, line)
+    }
 
 
 def begins_with_a_comment(source, line):
@@ -450,7 +427,7 @@ def test_imports_point_from_the_foundation_to_the_tools_to_what_people_use():
         for part in parts_imported(source):
             if LEVELS.get(part, 1) > own:
                 found.add(f"{name}: {part}")
-    check("imports against the direction", found)
+    assert not found
 
 
 def parts_imported(source):
@@ -556,17 +533,14 @@ def test_no_folder_or_file_is_named_like_a_public_function_or_a_drawer():
     A name that only says that things are kept together says nothing.
     """
     names = {part for name in SOURCES for part in Path(name).with_suffix("").parts}
-    check("names like public functions", names & {*hookline.__all__, *RESERVED})
+    assert not names & {*hookline.__all__, *RESERVED}
     assert not names & {"utils", "util", "helpers", "base", "common", "misc"}
 
 
 def test_no_two_files_have_the_same_name():
     names = [name for name in SOURCES if not name.endswith("__init__.py")]
     stems = Counter(Path(name).stem for name in names)
-    needless = {name for name in SAME_NAME if stems[Path(name).stem] < 2}
-    assert not needless, f"done, delete it from SAME_NAME: {sorted(needless)}"
-    stems -= Counter(Path(name).stem for name in SAME_NAME)
-    check("names of several files", {stem for stem, times in stems.items() if times > 1})
+    assert not {stem for stem, times in stems.items() if times > 1}
 
 
 def test_the_coverage_of_the_whole_foundation_is_measured():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hookline.compat.torch_tuner.saved_values import Value, first_argument, settled, suffix
 from hookline.engine.asks import Ask
 from hookline.engine.context import Context
-from hookline.engine.gradients import NO_GRAD, NO_TENSOR, NONE_CAME
+from hookline.engine.gradients import NO_GRAD, NO_TENSOR, NONE_CAME, NOT_AGAIN
 from hookline.engine.handlers import Handler
 from hookline.errors import warn_outside
 from hookline.places.resolution import Target, Where
@@ -21,6 +21,9 @@ from hookline.torch_private import at_backward_end, backward_id
 from hookline.values.nested import Path
 
 __all__ = ["LayerGradients"]
+
+# Why a call gives no gradient where nobody is to be warned: none flows, or it may still come.
+_EXPECTED = [reason for reason, _ in (NO_GRAD, NO_TENSOR, NONE_CAME, NOT_AGAIN)]
 
 
 class _GradientHandler(Handler):
@@ -34,11 +37,8 @@ class _GradientHandler(Handler):
             context.take(self.target, settled(grad), number, path)
 
     def explain(self, number: int, reason: str, remedy: str = "", path: Path = ()) -> None:
-        # Reasons are also how a checkpointed call, which first runs without gradients, is known to
-        # need watching when it is recomputed.
         super().explain(number, reason, remedy, path)
-        self.reasons = dict(list(self.reasons.items())[-64:])  # it may be attached for ever
-        if reason not in (NO_GRAD[0], NO_TENSOR[0], NONE_CAME[0]):
+        if reason not in _EXPECTED:
             warn_outside(f"The gradient at {str(self.place)!r} cannot be saved: {reason} {remedy}")
 
 
