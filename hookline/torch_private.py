@@ -335,7 +335,7 @@ def saved_tensor_hooks_set_aside(hooks: Any) -> Generator[None]:
 
 # -- activation checkpointing ---------------------------------------------------------------------
 
-Region = tuple[Any, bool]  # an object that lives as long as its graph; whether it is recomputed
+RunningRegion = tuple[Any, bool]  # what lives as long as its graph; whether it is recomputed
 _Context: Any = _find(torch._C, "_FunctionBase")
 
 
@@ -344,7 +344,7 @@ def checkpoint_code(code: CodeType) -> bool:
     return code.co_filename == checkpoint.__file__
 
 
-def regions_on_stack(frame: FrameType | None, within: bool = False) -> list[Region]:
+def regions_on_stack(frame: FrameType | None, within: bool = False) -> list[RunningRegion]:
     """Return the checkpointed regions that run, the outermost first, found on the Python stack.
 
     A region is known by the `_CheckpointFrame` of a non-reentrant checkpoint, or by the `ctx` of a
@@ -352,7 +352,7 @@ def regions_on_stack(frame: FrameType | None, within: bool = False) -> list[Regi
     again in its backward. With `within`, only those inside the innermost call of a module.
     It reads local variables of torch's frames: `ctx`, `frame`, `gen` and `new_frame`. Required.
     """
-    found: list[Region] = []
+    found: list[RunningRegion] = []
     while frame is not None and not (within and frame.f_code is CALL_CODE):
         code = frame.f_code
         if code.co_varnames[:1] == ("ctx",):

@@ -10,7 +10,7 @@ import torch
 from models import Giving, small
 from oracles import assert_clean
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import hookline as hl
 
@@ -336,6 +336,45 @@ def test_an_attached_gradient_hook_and_edit_act_in_every_step(mode, port):
     assert_clean(model)
 
 
+@modes
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+def test_each_of_many_checkpointed_calls_has_its_gradient_edited(mode, port):
+    model, seen = nn.Linear(3, 3), []
+    nn.init.eye_(model.weight), nn.init.zeros_(model.bias)
+    calls = 100
+
+    def gradient(run):
+        x = X.clone().requires_grad_()
+        value = x
+        with hl.edit(model, f":{port}", hl.scale(1.5)):
+            with hl.hook(model, f":{port}", lambda grad, call: seen.append(call.index)):
+                for _ in range(calls):
+                    value = run(model, value).tanh()
+                value.sum().backward()
+        return x.grad
+
+    expected = gradient(without_checkpoint)
+    found = gradient(run_in(mode))
+    torch.testing.assert_close(found, expected)
+    assert sorted(seen) == sorted([*range(calls)] * 2)
+    assert_clean(model)
+
+
+@modes
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_region_with_a_part_that_has_no_gradient_delivers_the_other_part_once(mode, early_stop):
+    class TwoParts(nn.Module):
+        def forward(self, x):
+            return x * 2, x.detach()
+
+    model, seen = nn.Sequential(TwoParts()), []
+    x = X.clone().requires_grad_()
+    with set_checkpoint_early_stop(early_stop):
+        with hl.hook(model, "0:grad_output", seen.append):
+            run_in(mode)(lambda x: model(x)[0].sin(), x).sum().backward()
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("port", ["grad_output", "grad_input"])
 def test_a_call_that_raises_in_a_checkpoint_takes_no_other_call_away(port):
     class Trying(nn.Module):
@@ -478,3 +517,32 @@ def test_a_call_in_a_region_on_which_the_loss_does_not_depend_has_that_as_its_re
         run_in(mode)(lambda x: (lin(x).detach() + x).sum(), leaf).backward()
     with pytest.raises(hl.GradientNotAvailable, match="arrived"):
         record[":grad_output"]
+
+
+class _Attending(nn.Module):
+    """Gives one tensor twice to a module that looks whether its arguments are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice = Giving(lambda x: (y := x * 2, y))
+        self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+
+    def forward(self, x):
+        query, key = self.twice(x)
+        return self.attention(query, key, key, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("place", ["twice:grad_output[0]", "attention:grad_inputs[query]"])
+@modes
+def test_an_edit_that_divides_a_tensor_divides_it_in_the_recomputation(mode, place):
+    torch.manual_seed(0)
+    model, data = _Attending(), torch.randn(2, 3, 4)
+
+    def gradient(run):
+        x = data.clone().requires_grad_()
+        with hl.edit(model, place, hl.scale(2.0)):
+            run(model, x).sum().backward()
+        return x.grad
+
+    torch.testing.assert_close(gradient(run_in(mode)), gradient(without_checkpoint))
+    assert_clean(model)

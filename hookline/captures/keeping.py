@@ -395,7 +395,7 @@ class CaptureHandler(Handler):
         """Note the structure of calls that were only logged: all of them returned a tensor."""
         tracer = self.tracer()
         if self.ask.keep_gradient is not None and tracer is not None:
-            first, self.shaped = self.shaped, tracer.counts.get(self.subject, 0)
+            first, self.shaped = self.shaped, tracer.numbers.completed.get(self.subject, 0)
             for call in range(first, self.shaped):
                 if call not in self.reasons:
                     self.shapes.setdefault(call, WHOLE)

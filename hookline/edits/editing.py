@@ -20,7 +20,7 @@ from hookline.edits.changes import Change, replace
 from hookline.engine.asks import Ask
 from hookline.engine.call_choice import Which, as_calls
 from hookline.engine.calls import Call, RunningCall
-from hookline.engine.checkpointing import awaited
+from hookline.engine.checkpointing import undone_too_early
 from hookline.engine.context import Context, tracer_of
 from hookline.engine.handlers import UNCHANGED, Handler, add_place
 from hookline.engine.hooking import takes_call
@@ -246,7 +246,7 @@ class edit(Context):
         if self._parametrized:
             clear_parametrization_cache()
 
-    def _awaited(self) -> ChangeError | None:
+    def _pending_recomputation(self) -> ChangeError | None:
         if self._undo.covered():
             found = "A later edit was made of what this one had changed, and still holds that."
             return ChangeError(f"{self!r} was removed.", found, "Remove the later one first.")
@@ -259,9 +259,9 @@ class edit(Context):
         for handler in self._parameters:
             # A parameter whose module is called is used there; else in any region, perhaps.
             used = id(self._callers[handler.ask]) if tracer.calls_of(handler) else None
-            if self._saving is not None and self._saving.awaiting(used):
-                return awaited(f"edit changed {str(handler.place)!r}, which may be used")
-        return super()._awaited()
+            if self._saving is not None and self._saving.has_pending(used):
+                return undone_too_early(f"edit changed {str(handler.place)!r}, which may be used")
+        return super()._pending_recomputation()
 
     def _verify(self) -> None:
         for handler in self._parameters:

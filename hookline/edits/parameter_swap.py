@@ -241,7 +241,7 @@ class Saving:
             raise RuntimeError("a tensor saved for backward was modified by an inplace operation")
         return saved.tensor
 
-    def awaiting(self, ident: int | None) -> bool:
+    def has_pending(self, ident: int | None) -> bool:
         """Return True if a region has not run again; with an id, one in a call of that module."""
         regions = [held for saved, held in self._regions.items() if not saved.read]
         return any(ident is None or ident in held for held in regions)

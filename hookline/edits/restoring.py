@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from hookline.edits.parameter_swap import Swap, Undo, mark
 from hookline.engine.attaching import Anchored
-from hookline.engine.checkpointing import Regions, awaited, running_modules
+from hookline.engine.call_numbers import CallNumbers
+from hookline.engine.checkpointing import running_modules, undone_too_early
 from hookline.engine.fsdp import gatherer, is_gathered, reshard
 from hookline.engine.module_hooks import ModuleHooks
 from hookline.engine.offloading import data_of
@@ -26,7 +27,6 @@ from hookline.errors import ChangeError, NotHookable, PlaceError, PlaceNotFound,
 from hookline.places.resolution import Target, Where, resolve
 from hookline.places.tree import NamedModule, around, join, tensors_of, walk
 from hookline.torch_private import (
-    backward_id,
     buffers_of,
     outside_graphs,
     parameters_of,
@@ -215,18 +215,15 @@ class _NewCalls(ModuleHooks):
 
     def __init__(self, context: replace_module, module: nn.Module) -> None:
         super().__init__(context, None)
-        self.module, self.count, self.regions = module, 0, Regions()
+        self.module, self.numbers = module, CallNumbers(shared=True)
 
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """The pre-forward hook."""
         if self.context is None:
             self.remove_from(module)
-        elif backward_id() != -1:
-            self.regions.again()
-        else:
-            self.regions.note(self.count, changing=False)
-            self.count += 1
+        elif self.numbers.repeated(module) is None:
+            self.numbers.remember(module, self.numbers.end(module), changing=False)
 
 
 class _OldCalls(ModuleHooks):
@@ -321,5 +318,7 @@ class replace_module(_PutsBack):
                 remedy = "Keep modules in nn.ModuleList or nn.ModuleDict, not in plain lists."
                 raise ChangeError(calls.asked, found, remedy)
         for calls in self._new_calls:
-            if calls.regions.awaiting():
-                raise awaited(f"replace_module let {type(calls.module).__name__} be called")
+            if calls.numbers.will_be_repeated(calls.module):
+                raise undone_too_early(
+                    f"replace_module let {type(calls.module).__name__} be called"
+                )

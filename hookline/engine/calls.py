@@ -39,8 +39,8 @@ class RunningCall:
     """
 
     __slots__ = (
-        "args", "edges", "frame", "given", "kwargs", "number", "ordinary", "pending",
-        "positional", "recomputed", "sequence", "step", "subject",
+        "args", "edges", "frame", "given", "graph_discarded", "kwargs", "number", "ordinary",
+        "pending", "positional", "recomputed", "sequence", "step", "subject",
     )  # fmt: skip
 
     def __init__(self, subject: Subject, frame: types.FrameType | None) -> None:
@@ -50,6 +50,8 @@ class RunningCall:
         # recomputed call, that of the call which is repeated.
         self.number = 0
         self.recomputed = False
+        # Of a recomputed call: whether the first run made the graph in use, not this one.
+        self.graph_discarded = False
         self.ordinary = False  # whether the shortcut for gradients takes it
         self.step: Step | None = None  # of a generation, where calls are chosen by it
         self.positional = 0  # how many arguments were passed by position

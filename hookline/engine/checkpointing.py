@@ -1,14 +1,15 @@
 """Activation checkpointing: find out which call a backward runs again.
 
 - `Regions`: the calls of one module inside checkpointed regions, and which of them runs again
+- `may_run_again()`: True if a backward may run again what runs now
 - `around_region(frame)`: the ids of the running modules, if torch saves for a checkpoint now
 - `running_modules(frame)`: the ids of the running modules
-- `awaited(what)`: the error if a region will run again when a change in it is undone
+- `undone_too_early(what)`: the error if a region will run again when a change in it is undone
 
 A module inside a region is called twice: in the forward and, with the same values and in the same
 order, in the backward. A call is noted for its regions when it ends (`note`); a call inside a
-backward gets the number of the one that it repeats (`again`). A non-reentrant region makes its
-graph in the forward, where its gradients are hooked, and torch ends its recomputation early, so
+backward gets the number of the one that it repeats (`next_repeated`). A non-reentrant region makes
+its graph in the forward, where its gradients are hooked, and torch ends its recomputation early, so
 that the last calls may not come again. A reentrant region runs without gradients in the forward;
 the graph, and what is hooked, is that of the recomputation.
 
@@ -24,6 +25,7 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.utils import checkpoint
 
 from hookline.errors import ChangeError
@@ -39,56 +41,77 @@ from hookline.torch_private import (
     saved_tensor_hooks_set_aside,
 )
 
-__all__ = ["Regions", "around_region", "awaited", "running_modules"]
+__all__ = ["Regions", "around_region", "may_run_again", "running_modules", "undone_too_early"]
+
+
+def may_run_again() -> bool:
+    """Return True if a backward may run again what runs now.
+
+    Reentrant checkpoints run without gradients; all others set hooks for saved tensors.
+    """
+    return not torch.is_grad_enabled() or saved_tensor_hooks(True) is not None
 
 
 class Regions:
     """The calls of one module inside checkpointed regions, and which of them runs again."""
 
     def __init__(self) -> None:
-        # Whether a region began inside a call: the recomputation passes by the module itself.
-        self.hidden = False
-        self._calls: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+        # The numbers of the calls in each region, and whether they ran with gradients.
+        self._calls: WeakKeyDictionary[Any, list[tuple[int, bool]]] = WeakKeyDictionary()
         # Of each region that was recomputed: in which backward, and how many calls of it.
-        self._again: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self._progress: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        # Whether a region began inside a call: the recomputation passes by the module itself.
+        self._began_inside = False
 
-    def note(self, index: int, changing: bool) -> None:
+    def note(self, number: int, changing: bool) -> None:
         """Remember a call for the regions in which it runs.
 
         `changing` is true if the call may be changed, perhaps by an operation inside it.
         """
+        call = number, torch.is_grad_enabled()
         for region in [region for region, recomputing in _running_regions() if not recomputing]:
-            self._calls.setdefault(region, []).append(index)
-        for region, _ in _running_regions(within=True) if changing else ():
-            # Without gradients nothing is saved, there are no next nodes, and nothing comes again.
-            own = autograd_function(region) is checkpoint.CheckpointFunction
-            self.hidden |= region in _saved() or (own and bool(region.next_functions))
+            self._calls.setdefault(region, []).append(call)
+        if changing and not self._began_inside:
+            self._began_inside = any(map(_will_run, _running_regions(within=True)))
 
     def has(self, number: int) -> bool:
         """Return True if a call ran inside a region."""
-        return any(number in calls for calls in self._calls.values())
+        return any(number == one for calls in self._calls.values() for one, _ in calls)
 
-    def again(self) -> int | None:
-        """Return the number of the call that a backward runs again; None if no region is known."""
+    def next_repeated(self) -> tuple[int, bool] | None:
+        """Count a call that a backward runs again; return the call that it repeats.
+
+        That is its number, and whether it ran with gradients; None if no region is known.
+        """
         task = backward_id()
         for region, recomputing in reversed(_running_regions()):
             if recomputing and region in self._calls:
-                last, count = self._again.get(region, (-1, 0))
+                last, count = self._progress.get(region, (-1, 0))
                 count = count if last == task else 0
-                self._again[region] = task, count + 1
+                self._progress[region] = task, count + 1
                 calls = self._calls[region]
                 return calls[count] if count < len(calls) else None
         return None
 
-    def run_again(self) -> bool:
-        """Return True if a call of one of the regions runs again now."""
+    def is_recomputing(self) -> bool:
+        """Return True if one of the regions runs again now."""
         return any(again and region in self._calls for region, again in _running_regions())
 
-    def awaiting(self) -> bool:
+    def has_pending(self) -> bool:
         """Return True if a region that may run again has not done so."""
         # torch ends a recomputation early: the module may not have been called again.
         done = {id(region) for region in self._calls if getattr(region, "is_recomputed", None)}
-        return self.hidden or any(r not in self._again and id(r) not in done for r in self._calls)
+        return self._began_inside or any(
+            region not in self._progress and id(region) not in done for region in self._calls
+        )
+
+
+def _will_run(running: tuple[Any, bool]) -> bool:
+    """Return True if a backward will run a region again that began within a call."""
+    region, _ = running
+    # Without gradients nothing is saved, there are no next nodes, and nothing comes again.
+    reentrant = autograd_function(region) is checkpoint.CheckpointFunction
+    return region in _saved() or (reentrant and bool(region.next_functions))
 
 
 def _running_regions(within: bool = False) -> list[tuple[Any, bool]]:
@@ -104,7 +127,7 @@ def _running_regions(within: bool = False) -> list[tuple[Any, bool]]:
     return found
 
 
-def awaited(what: str) -> ChangeError:
+def undone_too_early(what: str) -> ChangeError:
     """Return the error if a change inside a region is undone before the region runs again."""
     found = "The backward will recompute that, and would do so without the change."
     remedy = "Run the backward before this ends, use torch.no_grad(), or checkpoint whole modules."

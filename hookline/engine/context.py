@@ -19,7 +19,7 @@ from hookline.engine import fsdp, gradients, offloading
 from hookline.engine.asks import Ask
 from hookline.engine.call_choice import Calls
 from hookline.engine.calls import Subject
-from hookline.engine.checkpointing import awaited
+from hookline.engine.checkpointing import undone_too_early
 from hookline.engine.events import Keep
 from hookline.engine.generation import Generation, takers_above
 from hookline.engine.handlers import Handler
@@ -190,7 +190,7 @@ class Context(Entering):
 
     def remove(self) -> None:
         """Stop acting and leave nothing behind. Never raises, and may be called twice."""
-        error = self._awaited() if self._open else None
+        error = self._pending_recomputation() if self._open else None
         super().remove()
         if error is not None:
             warn_outside(str(error))
@@ -206,19 +206,19 @@ class Context(Entering):
         """Return True if what was asked for has happened at some place."""
         return any(self._has_fired(*key) for key in self._tracer.handlers)
 
-    def _awaited(self) -> ChangeError | None:
+    def _pending_recomputation(self) -> ChangeError | None:
         """Return the error if checkpointed calls that were changed will run again afterwards."""
         tracer = self._tracer
         if tracer is None:
             return None
         for subject in tracer.changed:
-            if subject in tracer.regions and tracer.regions[subject].awaiting():
+            if tracer.numbers.will_be_repeated(subject):
                 name = first_names(self._model).get(tracer.ident_of(subject), "")
-                return awaited(f"{self._verb} changed a call of {name!r}")
+                return undone_too_early(f"{self._verb} changed a call of {name!r}")
         return None
 
     def _verify(self) -> None:
-        error = self._awaited()
+        error = self._pending_recomputation()
         if error is not None:
             raise error
         tracer = self._tracer

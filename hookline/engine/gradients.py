@@ -150,10 +150,7 @@ def without(handler: Handler, value: Any, call: RunningCall) -> tuple[str, str]:
 
 
 def note_recomputed(handler: Handler, number: int) -> None:
-    """Replace the reason of the first run of a call whose gradients come by its recomputation.
-
-    A call keeps a reason: `Handler.gave_none` tells from it that each recomputation is watched.
-    """
+    """Replace the reason of the first run of a call whose gradients come by its recomputation."""
     if torch.is_grad_enabled():
         handler.explain(number, *NONE_CAME)
 
@@ -183,7 +180,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def watch_outputs(handler: Handler, value: Any, output: Any, call: RunningCall) -> Any:
     """Hook the tensors of a value in an output; return the value, with gates if it is edited."""
     number = call.number
-    if call.recomputed:
+    if call.recomputed and not call.graph_discarded:
         note_recomputed(handler, number)
     found = grouped(value) if torch.is_grad_enabled() else []
     handler.expect(value, number, found)
@@ -210,6 +207,7 @@ def _watch_output(
     stands there as well, or because they are computed from it.
     """
     hook = GradientHook.of(handler, call.number, path)
+    hook.muted = call.graph_discarded
     if is_gate(tensor.grad_fn, -call.serial):  # of an edit that was entered before
         if is_view(tensor):
             handler.guard(hook, tensor)

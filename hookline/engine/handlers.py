@@ -193,12 +193,7 @@ class Handler:
 
     def is_in_region(self, number: int) -> bool:
         """Return True if a call ran inside a checkpointed region."""
-        regions = cast("Tracer", self.tracer()).regions.get(self.subject)
-        return regions is not None and regions.has(number)
-
-    def gave_none(self, number: int) -> bool:
-        """Return True if it was noted why a call cannot give a gradient."""
-        return number in self.reasons
+        return cast("Tracer", self.tracer()).numbers.is_in_region(self.subject, number)
 
     def why(self, number: int | None = None) -> tuple[str, str] | None:
         """Return why a call, or the first such call, gave nothing, with the remedy, if known."""

@@ -78,7 +78,7 @@ class GradientHook:
         self.tracer, self.subject, self.ask = tracer, subject, ask
         self.number, self.path = number, path
         self.position = 0  # at a node inside a module: which of its edges leads to the input
-        self.muted = False  # whether another hook has taken its place
+        self.muted = False  # whether another hook delivers the gradient
         self.fired = False
         self.dtype: torch.dtype | None = None  # to cast to, where autocast's casts are passed over
         # Detached aliases with their versions: they show whether memory was changed in place.
@@ -110,7 +110,7 @@ class GradientHook:
     @property
     def lost(self) -> bool:
         """Return True if the gradient will not come, since memory was changed in place."""
-        return not self.fired and self.changed
+        return not (self.fired or self.muted) and self.changed
 
     # -- putting it on --------------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -31,8 +30,9 @@ from torch import nn
 
 from hookline.engine import arguments, gradients, input_gradients
 from hookline.engine.asks import Ask, Missing, Plan
+from hookline.engine.call_numbers import CallNumbers
 from hookline.engine.calls import RunningCall, Subject, is_over
-from hookline.engine.checkpointing import Regions
+from hookline.engine.checkpointing import may_run_again
 from hookline.engine.compiling import Slot
 from hookline.engine.events import (
     INSIDE,
@@ -59,14 +59,12 @@ from hookline.torch_private import (
     forward_pre_hooks_of,
     next_sequence_number,
     outside_graphs,
-    saved_tensor_hooks,
 )
 from hookline.values.nested import get_part, set_part
 
 __all__ = ["Tracer"]
 
 active = ACTIVE.get
-_no_lock: Any = nullcontext()
 
 
 class Tracer(ModuleHooks):
@@ -101,25 +99,17 @@ class Tracer(ModuleHooks):
         self.running: dict[Any, RunningCall] = {}
         self.deepest = 0  # how many ran at once
         self.late: Any = LOGS[keep]()  # the inputs of calls that raised
-        # How many calls were completed; how many of them ran in a backward without repeating
-        # another; and how many belonged to other threads and tasks.
-        self.counts: dict[Subject, int] = defaultdict(int)
-        self.inside: dict[Subject, int] = defaultdict(int)
-        self.foreign: dict[Subject, int] = defaultdict(int)
+        self.numbers = CallNumbers(shared=owner is None)
+        self.foreign: dict[Subject, int] = defaultdict(int)  # calls of other threads and tasks
         # Of whole outputs: the modules that were called outside of a backward, and up to where the
         # log was searched for them.
         self.outside: set[Subject] = set()
         self.searched = 0
-        # Recomputation: the checkpointed regions of calls; where a region is unknown, the last
-        # backward that ran calls again, and how many; the subjects of which a value was replaced.
-        self.regions: dict[Subject, Regions] = {}
-        self.again: dict[Subject, tuple[int, int]] = {}
-        self.changed: set[Subject] = set()
+        self.changed: set[Subject] = set()  # of which a value was replaced
         # Generation: who tells its steps, and what was told of complete calls.
         self.generation: Generation | None = None
         self.told: dict[Subject, Steps] = defaultdict(Steps)
-        # Two threads may read; and where every thread is seen, they may end calls, too.
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # two threads may read
 
     # -- putting on and taking off --------------------------------------------------------------
 
@@ -253,7 +243,7 @@ class Tracer(ModuleHooks):
         if plan is None or not plan.paired:  # a shallow copy shares its hooks with the module
             return None
         # Taken off meanwhile, it gets no kwargs. The forward hook counts calls of other threads.
-        if kwargs is None or not (self.owner in active() or self._is_own_again(module)):
+        if kwargs is None or not (self.owner in active() or self._is_own_recomputation(module)):
             return None
         call = RunningCall(id(module), sys._getframe(1))
         if len(self.running) > self.deepest:
@@ -270,7 +260,7 @@ class Tracer(ModuleHooks):
     @outside_graphs
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward hook."""
-        if self.owner not in active() and not self._is_own_again(module):
+        if self.owner not in active() and not self._is_own_recomputation(module):
             return self.stranger(module)
         whole = self.whole
         if whole is None:
@@ -289,7 +279,7 @@ class Tracer(ModuleHooks):
         self, module: nn.Module, args: Any, kwargs: Any, output: Any = None
     ) -> Any:
         """The forward hook, on modules whose output may be replaced."""
-        if self.owner not in active() and not self._is_own_again(module):
+        if self.owner not in active() and not self._is_own_recomputation(module):
             return self.stranger(module)  # taken off meanwhile, it gets no kwargs
         return self._after_planned(module, args, kwargs, output, sys._getframe(1))
 
@@ -333,9 +323,12 @@ class Tracer(ModuleHooks):
         paired: of such a call nothing had to be known before, and all its nodes count as new.
         """
         subject = call.subject
-        repeated = self._repeated(subject)
-        call.recomputed = repeated is not None
-        call.number = self.counts[subject] + self._depth(call) if repeated is None else repeated
+        repeated = self.numbers.repeated(subject)
+        if repeated is None:
+            call.number = self.numbers.completed[subject] + self._depth(call)
+        else:
+            call.recomputed = True
+            call.number, call.graph_discarded = repeated
         call.positional = len(args)
         if self.generation is not None:
             module = owner if isinstance(owner, nn.Module) else self.site_of(subject)[1]
@@ -370,10 +363,11 @@ class Tracer(ModuleHooks):
             if self._is_meant(ask, call):
                 new = self._offer_output(ask, call, new)
         for ask in plan.grad_outputs:
-            if self._is_watched(ask, call):
+            # An edit puts its gates in a discarded graph, too: the run must be like the first one.
+            if (ask.replaces or not call.graph_discarded) and self._is_meant(ask, call):
                 new = self._watch_output(ask, call, new)
         for ask in plan.grad_inputs:
-            if self._is_watched(ask, call):
+            if not call.graph_discarded and self._is_meant(ask, call):
                 input_gradients.watch_inputs(self.handler(call.subject, ask), new, call)
         if new is output:
             return None
@@ -392,8 +386,9 @@ class Tracer(ModuleHooks):
 
         There is no `call` if nothing had to be known of it before it began.
         """
-        number = self.counts[subject]
-        self.counts[subject] = number + 1
+        completed = self.numbers.completed
+        number = completed[subject]
+        completed[subject] = number + 1
         if len(self.tensor_hooks) >= self.tensor_hooks.many:
             self.tensor_hooks.prune()
         for ask in plan.outputs:
@@ -416,47 +411,21 @@ class Tracer(ModuleHooks):
 
     def _number(self, plan: Plan, call: RunningCall) -> None:
         """Number a complete call."""
-        subject = call.subject
         if not call.recomputed:
-            with self.lock if self.owner is None else _no_lock:
-                call.number = self.counts[subject]
-                self.counts[subject] += 1
-            if backward_id() != -1:
-                self.inside[subject] += 1
+            call.number = self.numbers.end(call.subject)
             if plan.remembers and call.step is not None:
-                self.told[subject].note(call.number, call.step)
-        # Reentrant checkpoints run without gradients; all others set hooks for saved tensors.
-        if plan.remembers and not (torch.is_grad_enabled() and saved_tensor_hooks(True) is None):
-            if subject not in self.regions:
-                self.regions[subject] = Regions()
-            self.regions[subject].note(call.number, bool(plan.inputs or plan.outputs))
+                self.told[call.subject].note(call.number, call.step)
+        if plan.remembers:
+            self.numbers.remember(call.subject, call.number, bool(plan.inputs or plan.outputs))
 
-    def _repeated(self, subject: Subject) -> int | None:
-        """Return the number of the call that a backward runs again; None for a new call.
-
-        Checkpointing runs a module again inside the backward. A module that never ran outside of a
-        backward (in a custom one, say) does not run again. Where the region is not known, the last
-        call is taken to come first.
-        """
-        task = backward_id()
-        if task == -1 or self.counts[subject] == self.inside[subject]:
-            return None
-        known = self.regions[subject].again() if subject in self.regions else None
-        if known is not None:
-            return known
-        last, count = self.again.get(subject, (-1, 0))
-        count = count + 1 if last == task else 1
-        self.again[subject] = task, count
-        return max(self.counts[subject] - count, 0)
-
-    def _is_own_again(self, module: nn.Module) -> bool:
+    def _is_own_recomputation(self, module: nn.Module) -> bool:
         """Return True if another thread runs a call of this context again, for its backward.
 
         Autograd has threads of its own: one for each GPU, and others for nested backwards.
         """
-        if self.owner == CLOSED or backward_id() == -1 or id(module) not in self.regions:
+        if self.owner == CLOSED or backward_id() == -1:
             return False
-        return self.regions[id(module)].run_again()
+        return self.numbers.is_recomputing(id(module))
 
     def _was_called_before(self, subject: Subject) -> bool:
         """Return True if a module whose outputs are logged was called outside of a backward.
@@ -589,20 +558,11 @@ class Tracer(ModuleHooks):
 
     def _may_be_watched(self, ask: Ask, call: RunningCall) -> bool:
         """Return True if, as a call begins, its gradients may be those that are asked for."""
-        if self.generation is not None:
-            return self._is_watched(ask, call)
+        if self.generation is not None or call.recomputed:
+            return self._is_meant(ask, call)
         # The call gets its number when it ends: it may be this one or a later one.
-        first = call.number if call.recomputed else self.counts[call.subject]
+        first = self.numbers.completed[call.subject]
         return ask.calls is None or self.handler(call.subject, ask).may_want(first)
-
-    def _is_watched(self, ask: Ask, call: RunningCall) -> bool:
-        """Return True if the gradients of a call are asked for.
-
-        Those of a recomputed call are watched only if the first run of the call gave none.
-        """
-        if call.recomputed:
-            return self.handler(call.subject, ask).gave_none(call.number)
-        return self._is_meant(ask, call)
 
     # -- logging --------------------------------------------------------------------------------
 
@@ -753,7 +713,7 @@ class Tracer(ModuleHooks):
         found |= {(i, self.whole) for i, (slot, _) in self.slots.items() if slot.value is not None}
         found |= {key for key, handler in self.handlers.items() if handler.fired}
         for ask in {ask: None for ask, _ in self.asked if ask.port.startswith("grad_")}:
-            found |= {(subject, ask) for subject, count in self.counts.items() if count}
+            found |= {(subject, ask) for subject, count in self.numbers.completed.items() if count}
         return found
 
     def all_fired(self) -> bool:
@@ -768,7 +728,7 @@ class Tracer(ModuleHooks):
         """Return how many calls of the module or operation at a place were completed."""
         subject = self._called(handler)
         if self.whole is None:
-            return self.counts.get(subject, 0)
+            return self.numbers.completed.get(subject, 0)
         return len([event for event in self.events if event[0] == subject])
 
     def foreign_calls(self, handler: Handler) -> int:
@@ -831,5 +791,4 @@ class Tracer(ModuleHooks):
 
 def _is_ordinary(module: nn.Module) -> bool:
     """Return True if no other hook may change a call, and no checkpoint may run it again."""
-    alone = len(forward_hooks_of(module)) == 1 and backward_id() == -1
-    return alone and torch.is_grad_enabled() and saved_tensor_hooks(True) is None
+    return len(forward_hooks_of(module)) == 1 and backward_id() == -1 and not may_run_again()
