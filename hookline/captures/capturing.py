@@ -106,7 +106,8 @@ class capture(Context):
         self._chosen = None if calls is None else as_calls(calls)
         super().__init__(model, where)
         self._owned, self._keep = threads == "own", keep
-        self._options = Options(at, transform, detach, device, dtype, keep, stop)
+        self._options = Options(at, transform, detach, device, dtype, keep)
+        self._ends_early = stop
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Record, name) and not name.startswith("_"):
@@ -129,7 +130,7 @@ class capture(Context):
         tracer, options = self._tracer, self._options
         if options.at is not None:
             check_at(options.at, lambda: [tracer.target_of(*key) for key in tracer.asked_keys()])
-        if options.stop:
+        if self._ends_early:
             self._check_stop()
             tracer.waiting = set(tracer.asked_keys())
         plain = options.keep == "last" and tracer.looks_at_outputs and not options.derives

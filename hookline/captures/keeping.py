@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any, cast
@@ -25,11 +26,10 @@ from hookline.engine.handlers import Handler, add_place
 from hookline.engine.slices import Misfit, Slice, spelled, take
 from hookline.errors import SeveralTensors
 from hookline.places.grammar import is_gradient
-from hookline.torch_private import LAZY, backward_id, is_view, lazy_clone, version_of
+from hookline.torch_private import backward_id, is_view, version_of
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.sharding import layouts, local
 from hookline.values.snapshots import (
-    SMALL,
     duplicate,
     gradient_snapshot,
     settle,
@@ -49,34 +49,40 @@ _FORGOTTEN = (
 Freeze = Callable[[Tensor], Tensor]
 
 
+@dataclass(eq=False)
 class Options:
     """What is kept of a value."""
 
-    def __init__(
-        self,
-        at: Any = None,
-        transform: Callable[[Any], Any] | None = None,
-        detach: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        keep: Keep = "all",
-        stop: bool = False,
-    ) -> None:
-        self.at, self.transform, self.detach = at, transform, detach
-        self.device, self.dtype = device, dtype
-        self.keep: Keep = keep
-        self.stop = stop
-        # Whether something else is kept than the value itself.
-        self.derives = not (at is transform is device is dtype is None)
+    at: Any = None
+    transform: Callable[[Any], Any] | None = None
+    detach: bool = False
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    keep: Keep = "all"
+    derives: bool = field(init=False)  # whether something else is kept than the value itself
+
+    def __post_init__(self) -> None:
+        self.derives = not (self.at is self.transform is self.device is self.dtype is None)
 
     def keeps(self, value: Any, freeze: Freeze = snapshot) -> Kept | Missing:
         """Return what to keep of a value: itself if it requires grad, otherwise a snapshot."""
         if self.derives:
             value = self._derived(value)
             return value if type(value) is Missing else self._nested(value, settle)
-        if type(value) is Tensor and (self.detach or not value.requires_grad):
-            return freeze(value), None
+        if type(value) is Tensor:
+            if self.detach or not value.requires_grad:
+                return freeze(value), None
+            try:
+                return value, version_of(value)
+            except RuntimeError:  # no version, in inference mode
+                pass
         return self._nested(value, freeze)
+
+    def keeps_gradient(self, grad: Tensor) -> Kept | Missing:
+        """Return what to keep of a gradient, during a backward."""
+        if self.derives or grad.requires_grad:
+            return self.keeps(grad, gradient_snapshot)
+        return gradient_snapshot(grad), None
 
     def _nested(self, value: Any, freeze: Freeze) -> Kept:
         checks: dict[int, tuple[int, Tensor | None]] = {}
@@ -131,25 +137,9 @@ class Options:
             return Missing(error.found, error.remedy)  # told on reading: the forward goes on
 
     def keep_function(self) -> Callable[[Any], Any]:
-        """Return the function that hooks call with a value: `keeps`, the commonest cases first."""
-        if self.derives:
-            others = not (self.transform is self.device is self.dtype is None)
-            return self.keeps if others or _depends(self.at) else self._keep_slice
-        keeps, detach = self.keeps, self.detach
-
-        def keep(value: Any) -> Any:
-            if type(value) is not Tensor:
-                return keeps(value)
-            try:
-                if (grad := value.requires_grad) and not detach:
-                    return value, version_of(value)
-                if value.nbytes < SMALL and not grad and value.is_contiguous():
-                    return value.clone(), None
-            except RuntimeError:  # no version (inference mode), no storage (sparse, nested, vmap)
-                pass
-            return snapshot(value), None
-
-        return keep
+        """Return the function that hooks call with a value."""
+        others = not (self.transform is self.device is self.dtype is None)
+        return self.keeps if self.at is None or others or _depends(self.at) else self._keep_slice
 
     def _keep_slice(self, value: Any) -> Any:
         """Do what `keeps` does for an index of a plain tensor."""
@@ -158,7 +148,7 @@ class Options:
                 kept = value.detach() if self.detach and value.requires_grad else value
                 piece = kept[self.at]
                 if not piece.requires_grad:
-                    return piece.clone() if piece.nbytes < SMALL else settle(piece), None
+                    return settle(piece), None
                 piece = piece.clone() if is_view(piece) else piece
                 return piece, version_of(piece)
             except (IndexError, TypeError, ValueError, RuntimeError):
@@ -181,17 +171,6 @@ def _depends(at: Any) -> bool:
 PLAIN = Options()
 
 
-def _keep_gradient(options: Options, grad: Tensor) -> Any:
-    """Return what to keep of a gradient: the commonest case of `Options.keeps` first."""
-    if LAZY and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:
-        try:
-            if grad.untyped_storage().resizable():
-                return lazy_clone(grad), None
-        except RuntimeError:  # no storage
-            pass
-    return options.keeps(grad, gradient_snapshot)
-
-
 class CaptureAsk(Ask):
     """What a capture asks of modules: to log what is kept of their values."""
 
@@ -202,7 +181,7 @@ class CaptureAsk(Ask):
         # Others may hold the address of parameters, buffers and the model's own arguments.
         self.keep_copy = partial(options.keeps, freeze=duplicate)
         if options.keep == "all" and not (options.derives or self.calls):
-            self.keep_gradient = partial(_keep_gradient, options)
+            self.keep_gradient = options.keeps_gradient
 
     def explain(self, error: Exception) -> Missing:
         return self.options.explain(error)
@@ -269,7 +248,7 @@ class CaptureHandler(Handler):
             # The shares of an input come one by one. What cannot be read is refused on reading.
             held = parts[path]
             readable = unreadable(held[0], None, None) is None
-            total = self.options.keeps(held[0] + kept[0], gradient_snapshot) if readable else held
+            total = self.options.keeps_gradient(held[0] + kept[0]) if readable else held
             kept = cast(Kept, total)
         parts[path] = kept
 
@@ -352,7 +331,7 @@ class CaptureHandler(Handler):
         plain = (number, path) in self.shared or unreadable(grad, None, None)
         options = PLAIN if plain else self.options
         try:
-            kept = options.keeps(grad, gradient_snapshot)
+            kept = options.keeps_gradient(grad)
         except Exception as error:
             add_place(error, self)
             self.explain(number, *self.options.explain(error), path=path)

@@ -249,9 +249,8 @@ class CallTree(Entering):
             self._hooks = {other: list(self.numbers)}
         for hooks, modules in self._hooks.items():
             hooks.tree = self
-            for module in modules:
-                hooks.put_before(module, hooks.before, type(hooks) is _TreeHooks)
-                hooks.put_after(module, hooks.ended)
+            hooks.put_before(modules, hooks.before, type(hooks) is _TreeHooks)
+            hooks.put_after(modules, hooks.ended)
         ACTIVE.set(ACTIVE.get() | {self._serial})
 
     def _stop(self) -> None:
@@ -259,9 +258,8 @@ class CallTree(Entering):
             self.wake()
         while self.stack:  # they raised
             self._drop()
-        for hooks, modules in self._hooks.items():
-            for module in modules:
-                hooks.remove_from(module)
+        for hooks in self._hooks:
+            hooks.remove_all()
             hooks.tree = None
         self._hooks = {}
         ACTIVE.set(ACTIVE.get() - {self._serial})

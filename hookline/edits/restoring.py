@@ -295,12 +295,12 @@ class replace_module(_PutsBack):
                 calls = _NewCalls(self, new)
                 self._undo.append(partial(calls.remove_from, new))
                 self._new_calls.append(calls)
-                calls.put_before(new, calls.before)
+                calls.put_before([new], calls.before)
             if not isinstance(old, torch.jit.ScriptModule):
                 calls = _OldCalls(self, self._model, new, asked)
                 self._undo.append(partial(calls.remove_from, old))
                 self._old_calls.append(calls)
-                calls.put_before(old, calls.before)
+                calls.put_before([old], calls.before)
 
     def _put(self, owners: list[nn.Module], old: nn.Module, new: nn.Module, asked: str) -> None:
         for owner in owners:

@@ -31,7 +31,7 @@ class Anchored(Entering):
 
     def _leave(self) -> None:
         if self._anchor is not None:
-            self._anchor.remove_from(self._model)
+            self._anchor.remove_all()
             self._anchor = None
         super()._leave()
 

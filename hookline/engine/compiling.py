@@ -113,7 +113,7 @@ class Slot(ModuleHooks):
 
     def __init__(self, tracer: Tracer, detach: bool) -> None:
         self.context, self.owner, self.keeper = tracer.context, tracer.owner, None
-        self.key = tracer.key
+        self.key, self.tables = tracer.key, []
         self.tracer, self.detach = tracer.ref, detach  # weakly: the tracer holds this
         self.value: Tensor | None = None  # of the last compiled call, if no other came since
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -54,22 +54,35 @@ class ModuleHooks:
         self.owner: int | None = owner
         self.keeper: Any = None
         self.key = next(_KEYS)
+        self.tables: list[dict[int, Any]] = []  # the hook dicts that hold an entry of these hooks
 
     def put_before(
-        self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = True
+        self, modules: Iterable[nn.Module], hook: Callable[..., Any], with_kwargs: bool = True
     ) -> None:
-        """Call `hook(module, args, kwargs)` before each call of a module."""
-        if with_kwargs:
-            forward_pre_hooks_with_kwargs_of(module)[self.key] = True
-        forward_pre_hooks_of(module)[self.key] = hook
+        """Call `hook(module, args, kwargs)` before each call of some modules."""
+        for module in modules:
+            if with_kwargs:
+                self._put(forward_pre_hooks_with_kwargs_of(module), True)
+            self._put(forward_pre_hooks_of(module), hook)
 
     def put_after(
-        self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False
+        self, modules: Iterable[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False
     ) -> None:
         """Call `hook(module, args, output)`, or with kwargs before the output, after each call."""
-        if with_kwargs:
-            forward_hooks_with_kwargs_of(module)[self.key] = True
-        forward_hooks_of(module)[self.key] = hook
+        for module in modules:
+            if with_kwargs:
+                self._put(forward_hooks_with_kwargs_of(module), True)
+            self._put(forward_hooks_of(module), hook)
+
+    def _put(self, table: dict[int, Any], entry: Any) -> None:
+        self.tables.append(table)  # first: an interrupt may come between
+        table[self.key] = entry
+
+    def remove_all(self) -> None:
+        """Take the hooks off all modules; fine if they are off already."""
+        for table in self.tables:
+            table.pop(self.key, None)
+        self.tables.clear()
 
     def stranger(self, module: nn.Module) -> None:
         """Take the hooks off a copied module, which was called."""
@@ -77,7 +90,7 @@ class ModuleHooks:
             self.remove_from(module)
 
     def remove_from(self, module: nn.Module) -> None:
-        """Take the hooks off a module; fine if they are off already."""
+        """Take the hooks off one module, such as a copy; fine if they are off already."""
         forward_hooks_of(module).pop(self.key, None)
         forward_hooks_with_kwargs_of(module).pop(self.key, None)
         forward_pre_hooks_of(module).pop(self.key, None)
@@ -91,6 +104,7 @@ def _inert(kind: type[ModuleHooks], key: int) -> ModuleHooks:
     """Return the hooks of a copied or loaded module, which belong to no context."""
     hooks = kind.__new__(kind)
     hooks.context, hooks.owner, hooks.keeper, hooks.key = None, CLOSED, None, key
+    hooks.tables = []
     return hooks
 
 
@@ -103,7 +117,7 @@ class Anchor(ModuleHooks):
 
     def put_on(self, module: nn.Module) -> None:
         """Tie the context to a module."""
-        forward_pre_hooks_of(module)[self.key] = self.rest
+        self.put_before([module], self.rest, with_kwargs=False)
 
     @outside_graphs
     def rest(self, module: nn.Module, args: Any) -> None:

@@ -22,7 +22,7 @@ import threading
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -87,7 +87,6 @@ class Tracer(ModuleHooks):
         self.names: dict[int, str] | None = None  # the first names of all modules of the model
         self.whole: Ask | None = None  # if whole outputs are all that is asked for
         self.plans: dict[int, Plan] = {}  # else all that is asked of each module
-        self.hooked: list[nn.Module] = []
         self.slots: dict[int, tuple[Slot, Any]] = {}  # for compiled graphs
         self.operations: dict[int, list[Operation]] = {}  # by the id of their module
         self.callers: dict[Ask, int] = {}  # the modules at whose calls parameters are read
@@ -114,7 +113,10 @@ class Tracer(ModuleHooks):
     # -- putting on and taking off --------------------------------------------------------------
 
     def put_on(
-        self, callers: dict[Ask, nn.Module], takers: Iterable[nn.Module] = (), anchors: bool = True
+        self,
+        callers: dict[Ask, nn.Module],
+        takers: Collection[nn.Module] = (),
+        anchors: bool = True,
     ) -> None:
         """Put the hooks on.
 
@@ -126,23 +128,22 @@ class Tracer(ModuleHooks):
         if self.looks_at_outputs:
             self.whole = self.asked[0][0]
             for slot, module in self.slots.values():
-                slot.put_after(module, slot.after)
-            key, after = self.key, self.after
+                slot.put_after([module], slot.after)
             for _, modules in self.asked if not self.slots else ():
-                for _, module in modules:
-                    forward_hooks_of(module)[key] = after
+                self.put_after([module for _, module in modules], self.after)
             return
         self.operations = self._plan_operations()
         planned = self._plan(callers, takers, anchors)
-        self.plans = {id(module): plan for module, plan in planned}  # before any hook is on
-        self.hooked = [module for module, _ in planned]
-        for module, plan in planned:
+        # Other threads may call at once: the plans are there before any hook is on.
+        self.plans = {id(module): plan for plan, modules in planned for module in modules}
+        for plan, modules in planned:
             ends = plan.paired or plan.outputs or plan.gradients
-            if plan.paired or not ends:  # operations and parameters keep the context alive by one
-                self.put_before(module, self.before)
-            if ends:
-                after = self.after_with_kwargs if plan.takes_kwargs else self.after
-                self.put_after(module, after, plan.takes_kwargs)
+            if plan.paired or not ends:  # the pre-hook of others only keeps the context alive
+                self.put_before(modules, self.before)
+            if plan.takes_kwargs:
+                self.put_after(modules, self.after_with_kwargs, with_kwargs=True)
+            elif ends:
+                self.put_after(modules, self.after)
         for operations in self.operations.values():
             for operation in operations:
                 operation.begin()
@@ -161,40 +162,40 @@ class Tracer(ModuleHooks):
         return found
 
     def _plan(
-        self, callers: dict[Ask, nn.Module], takers: Iterable[nn.Module], anchors: bool
-    ) -> list[tuple[nn.Module, Plan]]:
-        """Return the modules that get hooks, each with all that is asked of it."""
-        wanted: dict[nn.Module, dict[Ask, None]] = {module: {} for module in takers}
+        self, callers: dict[Ask, nn.Module], takers: Collection[nn.Module], anchors: bool
+    ) -> list[tuple[Plan, list[nn.Module]]]:
+        """Return what is asked of the modules that get hooks."""
+        wanted: dict[nn.Module, tuple[Ask, ...]] = dict.fromkeys(takers, ())
         for ask, modules in self.asked:
-            for _, module in modules:
-                if ask in callers:
-                    wanted.setdefault(callers[ask], {})[ask] = None
-                elif ask.target is None and ask.operation is None:
-                    wanted.setdefault(module, {})[ask] = None
-                elif anchors or ask.target is None:
-                    wanted.setdefault(module, {})
+            if ask.operation is None and (ask.target is None or ask in callers):
+                one: tuple[Ask, ...] = (ask,)
+            elif anchors or ask.target is None:
+                one = ()
+            else:
+                continue
+            for module in [callers[ask]] if ask in callers else [module for _, module in modules]:
+                known = wanted.setdefault(module, one)
+                if known is not one and ask not in known:
+                    wanted[module] = known + one
         plans: dict[Any, Plan] = {}
-        found: list[tuple[nn.Module, Plan]] = []
+        found: dict[Plan, list[nn.Module]] = {}
         for module, asks in wanted.items():
-            kind = *asks, module in takers
+            kind = (asks, True) if module in takers else asks
             plan = plans.get(kind)
             if plan is None:
-                plan = plans[kind] = Plan(tuple(asks), module in takers)
+                plan = plans[kind] = Plan(asks, module in takers)
                 plan.light = plan.light and self.owner is not None  # else numbers need the lock
             if plan.light and not plan.grad_inputs and gradients.makes_its_output(module):
                 plan = plan.unpaired
-            found.append((module, plan))
-        return found
+            found.setdefault(plan, []).append(module)
+        return list(found.items())
 
     def take_off(self) -> None:
         """Take the hooks off; fine if they are off already."""
         self.owner = CLOSED  # torch may still be about to call a hook
-        key = self.key
-        for _, modules in self.asked if self.whole is not None else ():
-            for _, module in modules:
-                forward_hooks_of(module).pop(key, None)
-        for module in self.hooked:
-            self.remove_from(module)
+        self.remove_all()
+        for slot, _ in self.slots.values():
+            slot.remove_all()
         for operations in self.operations.values():
             for operation in operations:
                 operation.end()
@@ -270,7 +271,11 @@ class Tracer(ModuleHooks):
             if self._was_called_before(id(module)):
                 return None
             number = INSIDE
-        kept = self._kept(whole, id(module), number, output)
+        try:
+            kept = whole.keep(output)
+        except Exception as error:
+            self._explain(whole, id(module), number, error)
+            raise
         self.events.append((id(module), whole, number, kept))
         return None
 
@@ -569,16 +574,19 @@ class Tracer(ModuleHooks):
     def _kept(
         self, ask: Ask, subject: Subject, number: Any, value: Any, shared: bool = False
     ) -> Any:
-        """Return what is kept of a value; explain an error that a function of the user's raises."""
-        keep = ask.keep_copy if shared else ask.keep
-        assert keep is not None
+        """Return what is kept of a value."""
+        keep = cast("Any", ask.keep_copy if shared else ask.keep)
         try:
             return keep(value)
         except Exception as error:
-            add_place(error, self.handler(subject, ask))
-            if "input" not in ask.port:  # a call that raises before it began has no number
-                self.events.append((subject, ask, number, ask.explain(error)))
+            self._explain(ask, subject, number, error)
             raise
+
+    def _explain(self, ask: Ask, subject: Subject, number: Any, error: Exception) -> None:
+        """Explain an error that a function of the user's raised: in a note, and in the log."""
+        add_place(error, self.handler(subject, ask))
+        if "input" not in ask.port:  # a call that raises before it began has no number
+            self.events.append((subject, ask, number, ask.explain(error)))
 
     def _log(self, subject: Subject, ask: Ask, number: int | None, kept: Any) -> None:
         self.events.append((subject, ask, number, kept))
@@ -761,7 +769,7 @@ class Tracer(ModuleHooks):
         """Let go of the model: what was captured does not keep it alive."""
         self.paths, self.sites = self._asked_paths(), {}
         self.asked = [(ask, []) for ask, _ in self.asked]
-        self.model, self.plans, self.hooked = None, {}, []
+        self.model, self.plans = None, {}
         self.slots = {ident: (slot, None) for ident, (slot, _) in self.slots.items()}
 
     def ident_of(self, subject: Subject) -> int:

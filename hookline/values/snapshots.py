@@ -15,8 +15,6 @@ write to either tensor makes a copy.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -43,10 +41,8 @@ WIDE = 8  # a view of a storage more than so many times its size is copied: a wr
 BASES = (type(None), Tensor)  # the types of the base of a tensor that gets an alias: no parameters
 
 
-def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
+def snapshot(tensor: Tensor) -> Tensor:
     """Return a detached tensor that holds what `tensor` holds now, whatever is written later.
-
-    With `exported=False`, the caller knows that all other references to the tensor are torch's.
 
     >>> x = torch.zeros(2)
     >>> kept = snapshot(x)
@@ -58,22 +54,37 @@ def snapshot(tensor: Tensor, exported: bool = True) -> Tensor:
     # process. A storage that is not resizable, or a tensor that others hold, may be written to from
     # outside torch (numpy, shared memory, dlpack), which copy-on-write does not see. The storage of
     # a parameter is freed and resized by FSDP, which torch refuses while it has an alias.
-    if LAZY and type(tensor) is Tensor and tensor.is_cpu and not tensor.is_quantized:
+    if type(tensor) is Tensor:
         try:
-            storage = tensor.untyped_storage()
-            fits = type(base_of(tensor)) in BASES
-            if fits and storage.resizable() and storage.nbytes() <= WIDE * tensor.nbytes:
-                if tensor.requires_grad:
-                    return lazy_clone(tensor.detach())
-                if not exported or use_count(tensor) == 1:
-                    return lazy_clone(tensor)
+            size, grad = tensor.nbytes, tensor.requires_grad
+            if size < SMALL and tensor.is_contiguous():
+                return (tensor.detach() if grad else tensor).clone()
+            if LAZY and tensor.is_cpu and not tensor.is_quantized:
+                storage = tensor.untyped_storage()
+                fits = type(base_of(tensor)) in BASES
+                if fits and storage.resizable() and storage.nbytes() <= WIDE * size:
+                    if grad:
+                        return lazy_clone(tensor.detach())
+                    if use_count(tensor) == 1:
+                        return lazy_clone(tensor)
         except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
             pass
     return duplicate(tensor)
 
 
-# A gradient on its way has a second reference, that of the autograd engine.
-gradient_snapshot = partial(snapshot, exported=False)
+def gradient_snapshot(grad: Tensor) -> Tensor:
+    """Return a snapshot of a gradient during a backward.
+
+    Nothing but the autograd engine holds a gradient on its way: `snapshot` would copy it.
+    """
+    if LAZY and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:
+        try:
+            storage = grad.untyped_storage()
+            if storage.resizable() and storage.nbytes() <= WIDE * grad.nbytes:
+                return lazy_clone(grad)
+        except (NotImplementedError, RuntimeError):  # no storage: sparse, nested, vmap
+            pass
+    return snapshot(grad)
 
 
 def duplicate(tensor: Tensor) -> Tensor:
@@ -96,7 +107,7 @@ def settle(tensor: Tensor) -> Tensor:
     4000
     """
     try:
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        if tensor.nbytes < SMALL or tensor.untyped_storage().nbytes() > tensor.nbytes:
             return duplicate(tensor)
     except (NotImplementedError, RuntimeError):  # no storage, so no memory to free
         pass
