@@ -15,7 +15,6 @@ from hookline.captures.keeping import CaptureAsk, Options
 from hookline.captures.record import Record
 from hookline.engine.asks import Ask
 from hookline.engine.call_choice import Which, as_calls
-from hookline.engine.calls import Subject
 from hookline.engine.context import Context
 from hookline.engine.events import Keep, StopForward
 from hookline.engine.fsdp import recover, recovers
@@ -178,23 +177,6 @@ class capture(Context):
             return True
         return super()._failed(error, trace)
 
-    def _has_fired(self, subject: Subject, ask: Ask) -> bool:
-        if ask.calls is not None:
-            handler = self._tracer.handler(subject, ask)
-            if handler.lacking or handler.untold:
-                return False
-        if ask.port == "grad":  # one that is missing is explained when it is read
-            return True
-        return (subject, ask) in self._fired
-
-    def _any_fired(self) -> bool:
-        return bool(self._fired) or any(ask.port == "grad" for ask, _ in self._tracer.asked)
-
-    def _all_fired(self) -> bool:
-        """Return True if no error is due, as far as the log tells."""
-        one = len(self._requests) == 1 and not self._requests[0].literal
-        return bool(one and self._tracer.events) or self._tracer.all_fired()
-
     def _verify(self) -> None:
         tracer = self._tracer
         try:
@@ -205,9 +187,7 @@ class capture(Context):
                     "`except:`.",
                     "Leave out stop=True; what was captured is in the record.",
                 )
-            if self._chosen is not None or tracer.operations or not self._all_fired():
-                self._fired = tracer.fired()
-                super()._verify()
+            super()._verify()
         except NeverFired as missing:
             missing.record = self._record
             raise

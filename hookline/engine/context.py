@@ -197,15 +197,6 @@ class Context(Entering):
 
     # -- the exit check -------------------------------------------------------------------------
 
-    def _has_fired(self, subject: Subject, ask: Ask) -> bool:
-        """Return True if what was asked for at a place has happened."""
-        handler = self._tracer.handlers.get((subject, ask))
-        return handler is not None and handler.fired > 0 and not handler.tally()[1]
-
-    def _any_fired(self) -> bool:
-        """Return True if what was asked for has happened at some place."""
-        return any(self._has_fired(*key) for key in self._tracer.handlers)
-
     def _pending_recomputation(self) -> ChangeError | None:
         """Return the error if checkpointed calls that were changed will run again afterwards."""
         tracer = self._tracer
@@ -232,24 +223,32 @@ class Context(Entering):
         for handler in [*tracer.handlers.values()]:
             if handler.replaces:
                 handler.explain_lost()
+        fired = tracer.fired()
         for request, entries in zip(self._requests, self._asked, strict=True):
-            self._verify_request(request, entries)
+            self._verify_request(request, entries, fired)
 
     def _verify_request(
-        self, request: Request, entries: list[tuple[Ask, list[NamedModule]]]
+        self,
+        request: Request,
+        entries: list[tuple[Ask, list[NamedModule]]],
+        fired: dict[Ask, set[Subject]],
     ) -> None:
         """Raise an error if a literal place did not fire, or none that a wildcard matches."""
         tracer = self._tracer
-        found = [(ask.subject_at(id(m)), ask) for ask, modules in entries for _, m in modules]
-        keys = list(dict.fromkeys(found))
-        missing = [key for key in keys if not self._has_fired(*key)]
-        lost = [k for k in missing if k in tracer.handlers and tracer.handlers[k].losses]
-        if missing and (request.literal or lost or len(missing) == len(keys)):
+        missing: list[tuple[Subject, Ask]] = []
+        count = 0
+        for ask, modules in entries:
+            subjects = dict.fromkeys([ask.subject_at(id(module)) for _, module in modules])
+            count += len(subjects)
+            missing += [(subject, ask) for subject in subjects if subject not in fired[ask]]
+        lost = [key for key in missing if key in tracer.handlers and tracer.handlers[key].losses]
+        if missing and (request.literal or lost or len(missing) == count):
             matches = ""
-            if len(keys) > 1 and not request.literal:
-                matches = f", nor any other of the {len(keys)} places that match {request.asked}"
+            if count > 1 and not request.literal:
+                matches = f", nor any other of the {count} places that match {request.asked}"
             handler = tracer.read(*(lost or missing)[0])
-            raise never_fired(handler, self._verb, self._model, self._any_fired(), matches)
+            others = any(fired.values())
+            raise never_fired(handler, self._verb, self._model, others, matches)
 
 
 def targets_of(context: Context) -> list[Target]:

@@ -105,7 +105,7 @@ class GradientHook:
     @property
     def changed(self) -> bool:
         """Return True if memory that is watched was changed in place."""
-        return any(version_of(alias) != version for alias, version in self.aliases)
+        return any([version_of(alias) != version for alias, version in self.aliases])
 
     @property
     def lost(self) -> bool:

@@ -85,7 +85,7 @@ class Tracer(ModuleHooks):
         # Paths and modules by id, made when they are needed; no modules once the context has ended.
         self.sites: dict[int, tuple[str, Any]] = {}
         self.names: dict[int, str] | None = None  # the first names of all modules of the model
-        self.whole: Ask | None = None  # if whole outputs are all that is asked for
+        self.whole: Any = None  # the Ask, if whole outputs are all that is asked for
         self.plans: dict[int, Plan] = {}  # else all that is asked of each module
         self.slots: dict[int, tuple[Slot, Any]] = {}  # for compiled graphs
         self.operations: dict[int, list[Operation]] = {}  # by the id of their module
@@ -711,26 +711,29 @@ class Tracer(ModuleHooks):
         """Return a handler for each place, with all that was logged."""
         return [self.read(subject, ask) for subject, ask in self.asked_keys()]
 
-    def fired(self) -> set[tuple[Subject, Ask]]:
-        """Return the places that gave something, as far as that is known without their handlers.
+    def fired(self) -> dict[Ask, set[Subject]]:
+        """Return where what was asked for has happened, as far as known without handlers.
 
-        For a gradient it is enough that a call was made: one that is missing is explained when it
-        is read.
+        For a captured gradient it is enough that a call was made, or a backward may come: one that
+        is missing is explained when it is read.
         """
-        found = {(event[0], event[1]) for event in self.events if type(event[3]) is not Missing}
-        found |= {(i, self.whole) for i, (slot, _) in self.slots.items() if slot.value is not None}
-        found |= {key for key, handler in self.handlers.items() if handler.fired}
-        for ask in {ask: None for ask, _ in self.asked if ask.port.startswith("grad_")}:
-            found |= {(subject, ask) for subject, count in self.numbers.completed.items() if count}
+        found: dict[Ask, set[Subject]] = {ask: set() for ask, _ in self.asked}
+        called = {subject for subject, count in self.numbers.completed.items() if count}
+        for ask, subjects in found.items():
+            if ask.keep is not None and is_gradient(ask.port):
+                subjects |= called if ask.target is None else {ask.target.key}
+        for subject, ask, _, kept in self.events:
+            if type(kept) is not Missing:
+                found[ask].add(subject)
+        for ident, (slot, _) in self.slots.items():
+            if slot.value is not None:
+                found[self.whole].add(ident)
+        for (subject, ask), handler in [*self.handlers.items()]:
+            if handler.untold or handler.tally()[1]:
+                found[ask].discard(subject)
+            elif handler.fired:
+                found[ask].add(subject)
         return found
-
-    def all_fired(self) -> bool:
-        """Return True if every place gave something."""
-        if self.whole is None:
-            return self.fired().issuperset(self.asked_keys())
-        found: set[Subject] = {e[0] for e in self.events if type(e[3]) is not Missing}
-        found |= {ident for ident, (slot, _) in self.slots.items() if slot.value is not None}
-        return all(found >= paths.keys() for _, paths in self._asked_paths())
 
     def calls_of(self, handler: Handler) -> int:
         """Return how many calls of the module or operation at a place were completed."""

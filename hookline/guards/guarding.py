@@ -229,7 +229,7 @@ class guard(Context):
 
     def _verify(self) -> None:
         self._check_pending()
-        self._verify_request(self._requests[0], self._asked[0])
+        self._verify_request(self._requests[0], self._asked[0], self._tracer.fired())
 
     def __repr__(self) -> str:
         state = "attached" if self._attached else "open" if self._open else "closed"
