@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hookline.engine.calls import Subject
 from hookline.places.resolution import Target
+from hookline.places.tree import NamedModule
 from hookline.values.nested import Path
 
 if TYPE_CHECKING:
@@ -72,6 +73,13 @@ class Ask:
         if self.target is not None:
             return self.target.key
         return ident if self.operation is None else (ident, self.operation)
+
+    def subjects_of(self, modules: Iterable[NamedModule]) -> list[Subject]:
+        """Return what events belong to if this is asked of some modules."""
+        if self.target is not None:
+            return [self.target.key]
+        idents = [id(module) for _, module in modules]
+        return idents if self.operation is None else [(i, self.operation) for i in idents]
 
     def explain(self, error: Exception) -> Missing:
         """Explain that `keep` raised an error."""

@@ -238,9 +238,10 @@ class Context(Entering):
         missing: list[tuple[Subject, Ask]] = []
         count = 0
         for ask, modules in entries:
-            subjects = dict.fromkeys([ask.subject_at(id(module)) for _, module in modules])
+            subjects = ask.subjects_of(modules)
             count += len(subjects)
-            missing += [(subject, ask) for subject in subjects if subject not in fired[ask]]
+            if not fired[ask].issuperset(subjects):
+                missing += [(subject, ask) for subject in subjects if subject not in fired[ask]]
         lost = [key for key in missing if key in tracer.handlers and tracer.handlers[key].losses]
         if missing and (request.literal or lost or len(missing) == count):
             matches = ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -57,26 +57,26 @@ class ModuleHooks:
         self.tables: list[dict[int, Any]] = []  # the hook dicts that hold an entry of these hooks
 
     def put_before(
-        self, modules: Iterable[nn.Module], hook: Callable[..., Any], with_kwargs: bool = True
+        self, modules: Sequence[nn.Module], hook: Callable[..., Any], with_kwargs: bool = True
     ) -> None:
         """Call `hook(module, args, kwargs)` before each call of some modules."""
-        for module in modules:
-            if with_kwargs:
-                self._put(forward_pre_hooks_with_kwargs_of(module), True)
-            self._put(forward_pre_hooks_of(module), hook)
+        if with_kwargs:
+            self._put(map(forward_pre_hooks_with_kwargs_of, modules), True)
+        self._put(map(forward_pre_hooks_of, modules), hook)
 
     def put_after(
-        self, modules: Iterable[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False
+        self, modules: Sequence[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False
     ) -> None:
         """Call `hook(module, args, output)`, or with kwargs before the output, after each call."""
-        for module in modules:
-            if with_kwargs:
-                self._put(forward_hooks_with_kwargs_of(module), True)
-            self._put(forward_hooks_of(module), hook)
+        if with_kwargs:
+            self._put(map(forward_hooks_with_kwargs_of, modules), True)
+        self._put(map(forward_hooks_of, modules), hook)
 
-    def _put(self, table: dict[int, Any], entry: Any) -> None:
-        self.tables.append(table)  # first: an interrupt may come between
-        table[self.key] = entry
+    def _put(self, tables: Iterable[dict[int, Any]], entry: Any) -> None:
+        key, held = self.key, self.tables
+        for table in tables:
+            held.append(table)  # first: an interrupt may come between
+            table[key] = entry
 
     def remove_all(self) -> None:
         """Take the hooks off all modules; fine if they are off already."""

@@ -105,7 +105,8 @@ class GradientHook:
     @property
     def changed(self) -> bool:
         """Return True if memory that is watched was changed in place."""
-        return any([version_of(alias) != version for alias, version in self.aliases])
+        changed = [alias for alias, version in self.aliases if version_of(alias) != version]
+        return bool(changed)
 
     @property
     def lost(self) -> bool:

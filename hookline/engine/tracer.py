@@ -719,10 +719,10 @@ class Tracer(ModuleHooks):
         """
         found: dict[Ask, set[Subject]] = {ask: set() for ask, _ in self.asked}
         called = {subject for subject, count in self.numbers.completed.items() if count}
-        for ask, subjects in found.items():
-            if ask.keep is not None and is_gradient(ask.port):
-                subjects |= called if ask.target is None else {ask.target.key}
-        for subject, ask, _, kept in self.events:
+        captured = [ask for ask in found if ask.keep is not None and is_gradient(ask.port)]
+        for ask in captured:
+            found[ask] |= called if ask.target is None else {ask.target.key}
+        for subject, ask, _, kept in self.events if len(captured) < len(found) else ():
             if type(kept) is not Missing:
                 found[ask].add(subject)
         for ident, (slot, _) in self.slots.items():
