@@ -1,15 +1,12 @@
 """The calls of one place in order: one of many is found without going through the others.
 
 - `Entries`: calls by position, each with what was kept of it
-- `Values`: what was kept of values, one for each call
-- `Gradients`: what was kept of gradients, which come by call and backward pass
 - `Order`: the calls and backward passes of gradients, in order
 - `Kept`: what is kept of a value
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Reversible, Sequence
 from itertools import islice
@@ -18,74 +15,45 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
-__all__ = ["Entries", "Gradients", "Kept", "Order", "Values"]
+__all__ = ["Entries", "Kept", "Order"]
 
 # What is kept of a value: the value and what to check on reading. None: nothing (a snapshot). An
 # int: the version of the tensor that it is. A dict: versions, and twins of parameters, by id.
 Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 
 Arrived: TypeAlias = Mapping[tuple[int, int], Any]  # gradients by call and backward pass
-Gather: TypeAlias = Callable[[int, Any], "Kept | None"]
 
 _NONE = -2  # instead of a backward pass, whose numbers are -1 or more: none came so far
 
 
 class Entries(Sequence[tuple[int, "Kept | None"]]):
-    """Calls by position, each with what was kept of it; None for one that gave nothing."""
+    """Calls by position, each with what was kept of it; None for one that gave nothing.
 
-    @abstractmethod
-    def of_call(self, call: int) -> list[Kept | None]:
-        """Return what was kept of one call, in order of backward passes."""
+    The items are in order, and begin with the number of their call; `read` makes an entry of one.
+    """
 
-
-class Values(Entries):
-    """What was kept of values, in order of the numbers of their calls."""
-
-    def __init__(self, values: Sequence[tuple[int, Kept | None]]) -> None:
-        self.values = values
+    def __init__(
+        self, items: Sequence[tuple[int, Any]], read: Callable[[Any], Any] = tuple
+    ) -> None:
+        self.items, self.read = items, read
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.items)
 
     def __getitem__(self, position: Any) -> Any:
-        return cast(Any, self.values[position])
-
-    def of_call(self, call: int) -> list[Kept | None]:
-        first = bisect_left(self.values, call, key=itemgetter(0))
-        last = bisect_right(self.values, call, key=itemgetter(0))
-        return [kept for _, kept in self.values[first:last]]
-
-
-class Gradients(Entries):
-    """What was kept of gradients, put together by `gather` when it is read."""
-
-    def __init__(self, keys: list[tuple[int, int]], grads: Arrived, gather: Gather) -> None:
-        self.keys, self.grads, self.gather = keys, grads, gather
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __getitem__(self, position: Any) -> Any:
-        return self._of(cast("tuple[int, int]", self.keys[position]))
+        return self.read(self.items[position])
 
     def __iter__(self) -> Iterator[tuple[int, Kept | None]]:
-        return map(self._of, list(self.keys))  # more may come meanwhile
+        return map(self.read, list(self.items))  # more may come meanwhile
 
     def of_call(self, call: int) -> list[Kept | None]:
+        """Return what was kept of one call, in order of backward passes."""
         found: list[Kept | None] = []
-        for number in {-1, call}:  # a parameter's have no call
-            first, last = self._ends(number)
-            found += [self._of(key)[1] for key in self.keys[first:last]]
+        for number in (-1, call):  # a parameter's gradients have no call
+            first = bisect_left(self.items, number, key=itemgetter(0))
+            last = bisect_right(self.items, number, key=itemgetter(0))
+            found += [self.read(item)[1] for item in self.items[first:last]]
         return found
-
-    def _ends(self, call: int) -> tuple[int, int]:
-        """Return where the keys of a call begin and end."""
-        first, last = (call, _NONE), (call + 1, _NONE)
-        return bisect_left(self.keys, first), bisect_left(self.keys, last)
-
-    def _of(self, key: tuple[int, int]) -> tuple[int, Kept | None]:
-        parts = self.grads.get(key)
-        return key[0], None if parts is None else self.gather(key[0], parts)
 
 
 class Order:

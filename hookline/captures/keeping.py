@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.captures.entries import Entries, Gradients, Kept, Order, Values
+from hookline.captures.entries import Entries, Kept, Order
 from hookline.engine.asks import Ask, Missing
 from hookline.engine.events import Keep
 from hookline.engine.generation import FORGOTTEN, Step, Untold
@@ -258,7 +258,7 @@ class CaptureHandler(Handler):
         """Return what was kept, with the numbers of the calls."""
         if is_gradient(self.target.port):
             return self._gathered()
-        return Values(self.values)
+        return Entries(self.values)
 
     def all_kept(self) -> list[Kept]:
         """Return everything that was kept, call by call."""
@@ -368,7 +368,7 @@ class CaptureHandler(Handler):
         keys = order.update(self.grads, self.shapes, self.reasons)
         if not everything:
             keys = [key for key in keys if key in self.grads] or keys[-1:]
-        return Gradients(keys, self.grads, self._gather)
+        return Entries(keys, self._gather)
 
     def _note_logged(self) -> None:
         """Note the structure of calls that were only logged: all of them returned a tensor."""
@@ -379,8 +379,9 @@ class CaptureHandler(Handler):
                 if call not in self.reasons:
                     self.shapes.setdefault(call, WHOLE)
 
-    def _gather(self, call: int, arrived: dict[Path, Kept]) -> Kept | None:
-        """Put the gradients of one call together."""
+    def _gather(self, key: tuple[int, int]) -> tuple[int, Kept | None]:
+        """Put the gradients of one call and backward pass together; None if there are none."""
+        call, arrived = key[0], self.grads.get(key, {})
         shape, groups = self.shapes.get(call, WHOLE)
         parts = dict(arrived)
         for path in [path for path in arrived if (call, path) in self.shared]:
@@ -392,11 +393,11 @@ class CaptureHandler(Handler):
                 else:
                     parts[path] = kept
         if () in parts or not parts:
-            return parts.get(())
+            return call, parts.get(())
         checks: dict[int, Any] = {}
         for paths in groups:
             for path in paths if paths[0] in parts else ():
                 value, check = parts[paths[0]]
                 shape = set_part(shape, path, value)
                 checks |= check if isinstance(check, dict) else {}
-        return shape, checks or None
+        return call, (shape, checks or None)

@@ -1,8 +1,7 @@
 """The log of a tracer: what its hooks saw, in the order in which they saw it.
 
 - `Event`: what was called, what was asked of it, which call it was, and what is kept of the value
-- `FirstEvents`, `LastEvents`: logs that hold one event for each place
-- `LOGS`: the kinds of logs by what is kept; for `keep="all"` a plain list
+- `make_log(keep)`: a log, which for `keep="all"` is a plain list
 - `StopForward`: ends a forward early
 """
 
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from hookline.engine.asks import Ask
 from hookline.engine.calls import Subject
 
-__all__ = ["INSIDE", "LOGS", "Event", "FirstEvents", "Keep", "LastEvents", "StopForward"]
+__all__ = ["INSIDE", "Event", "Keep", "StopForward", "make_log"]
 
 Keep = Literal["all", "first", "last"]
 
@@ -33,34 +32,26 @@ class StopForward(BaseException):
         self.key = key  # of the tracer
 
 
-class LastEvents(dict[tuple[Subject, Ask], tuple[Event, int]]):
-    """A log that holds the last event of each place, and counts them."""
+class SingleEvents(dict[tuple[Subject, Ask], tuple[Event, int]]):
+    """A log that holds the first or the last event of each place, and counts them."""
+
+    def __init__(self, keep: Keep) -> None:
+        super().__init__()
+        self.keep = keep
 
     def append(self, event: Event) -> None:
         """Log an event."""
         key = event[0], event[1]
-        held = self.get(key)
-        self[key] = (event, 1) if held is None else (self.choose(held[0], event), held[1] + 1)
-
-    def choose(self, held: Event, event: Event) -> Event:
-        """Choose between the event that is held and a new one: numbers may come in any order."""
-        return held if _is_before(event, held) else event
+        held, count = self.get(key, (event, 0))
+        # Threads and recursion end calls in another order than that of their numbers.
+        numbered = isinstance(event[2], int) and isinstance(held[2], int)
+        is_before = numbered and event[2] < held[2]
+        self[key] = event if is_before == (self.keep == "first") else held, count + 1
 
     def __iter__(self) -> Iterator[Any]:
         return iter([event for event, _ in self.values()])
 
 
-class FirstEvents(LastEvents):
-    """A log that holds the first event of each place, and counts them."""
-
-    def choose(self, held: Event, event: Event) -> Event:
-        """Choose between the event that is held and a new one: numbers may come in any order."""
-        return event if _is_before(event, held) else held
-
-
-def _is_before(one: Event, other: Event) -> bool:
-    numbered = isinstance(one[2], int) and isinstance(other[2], int)
-    return numbered and one[2] < other[2]
-
-
-LOGS: dict[Keep, type[Any]] = {"all": list, "first": FirstEvents, "last": LastEvents}
+def make_log(keep: Keep) -> Any:
+    """Return an empty log, to which events can be appended."""
+    return [] if keep == "all" else SingleEvents(keep)

@@ -299,29 +299,12 @@ def watch_ordinary_input(tracer: Tracer, ask: Ask, call: RunningCall, output: An
     tensor, wanted, output_nr, version = call.given[0]
     if version_of(tensor) != version and is_view(tensor):
         return False
-    found = _nodes_before(wanted, output_nr, last, start)
-    for node, position in found:
+    found = gradients.leading([last], {(wanted, output_nr): None}, (), start)
+    for node, position, _ in found:
         hook = GradientHook(tracer.ref, call.subject, ask, call.number)
         hook.position = position
         tracer.tensor_hooks.add(node, hook.at_inner_node)
     return bool(found)
-
-
-def _nodes_before(wanted: Any, output_nr: int, last: Any, start: int) -> list[tuple[Any, int]]:
-    """Return the nodes made since `start` that lead to one edge: `gradients.leading` for one."""
-    found: list[tuple[Any, int]] = []
-    seen, reached = {last}, [last]
-    for node in reached:  # which grows meanwhile
-        for position, (follows, number) in enumerate(node.next_functions):
-            if follows is wanted:
-                if number == output_nr:
-                    found.append((node, position))
-            elif follows is None or follows in seen:
-                continue
-            elif start <= sequence_number(follows) < gradients.LEAF:
-                seen.add(follows)
-                reached.append(follows)
-    return found
 
 
 def note_ordinary(handler: Handler, call: RunningCall) -> None:

@@ -34,15 +34,7 @@ from hookline.engine.call_numbers import CallNumbers
 from hookline.engine.calls import RunningCall, Subject, is_over
 from hookline.engine.checkpointing import may_run_again
 from hookline.engine.compiling import Slot
-from hookline.engine.events import (
-    INSIDE,
-    LOGS,
-    Event,
-    FirstEvents,
-    Keep,
-    LastEvents,
-    StopForward,
-)
+from hookline.engine.events import INSIDE, Event, Keep, StopForward, make_log
 from hookline.engine.fsdp import watch_gathered
 from hookline.engine.generation import FORGOTTEN, Generation, Step, Steps
 from hookline.engine.handlers import PART_REMEDY, UNCHANGED, Handler, add_place
@@ -74,7 +66,8 @@ class Tracer(ModuleHooks):
         super().__init__(context, owner)
         self.ref = weakref.ref(self)
         self.model = model  # None once the context has ended
-        self.events: Any = LOGS[keep]()
+        self.keep: Keep = keep
+        self.events: Any = make_log(keep)
         self.logged: dict[tuple[Subject, Ask], list[Event]] = defaultdict(list)  # sorted by place
         self.sorted = 0  # how many events are in it
         self.spelled: dict[str, tuple[Subject, Ask]] | None = None  # places, made when first read
@@ -97,7 +90,7 @@ class Tracer(ModuleHooks):
         # Calls that run.
         self.running: dict[Any, RunningCall] = {}
         self.deepest = 0  # how many ran at once
-        self.late: Any = LOGS[keep]()  # the inputs of calls that raised
+        self.late: Any = make_log(keep)  # the inputs of calls that raised
         self.numbers = CallNumbers(shared=owner is None)
         self.foreign: dict[Subject, int] = defaultdict(int)  # calls of other threads and tasks
         # Of whole outputs: the modules that were called outside of a backward, and up to where the
@@ -207,7 +200,7 @@ class Tracer(ModuleHooks):
     def looks_at_outputs(self) -> bool:
         """Return True if whole outputs of modules are all that is asked for."""
         first = self.asked[0][0]
-        if self.waiting or isinstance(self.events, FirstEvents):
+        if self.waiting or self.keep == "first":
             return False
         return first.is_whole and first.port == "output" and all(a is first for a, _ in self.asked)
 
@@ -439,7 +432,7 @@ class Tracer(ModuleHooks):
         """
         events = [*self.events]
         self.outside |= {event[0] for event in events[self.searched :] if event[2] is not INSIDE}
-        self.searched = len(events) if isinstance(self.events, list) else 0
+        self.searched = len(events) if self.keep == "all" else 0
         return subject in self.outside
 
     def _depth(self, call: RunningCall) -> int:
@@ -606,7 +599,7 @@ class Tracer(ModuleHooks):
 
     def _is_settled(self, ask: Ask, subject: Subject) -> bool:
         """Return True if only the first value is kept, and it is there."""
-        return isinstance(self.events, FirstEvents) and (subject, ask) in self.events
+        return self.keep == "first" and (subject, ask) in self.events
 
     def _arrived(self, subject: Subject, ask: Ask) -> None:
         """For stop=True: end the forward after the last place that is waited for."""
@@ -632,7 +625,7 @@ class Tracer(ModuleHooks):
         places = {event[:2] for event in logged}
         for event in late:
             # A later call may have the same number, and a complete one counts more.
-            single = isinstance(self.events, LastEvents) or type(event[3]) is Missing
+            single = self.keep != "all" or type(event[3]) is Missing
             if not (event[2] is not None and event[:3] in logged) and not (
                 single and event[:2] in places
             ):
@@ -642,7 +635,7 @@ class Tracer(ModuleHooks):
 
     def _sort(self) -> None:
         """Sort by place what was logged since."""
-        if isinstance(self.events, LastEvents):
+        if self.keep != "all":
             return
         for event in self.events[self.sorted :]:
             logged = self.logged[event[0], event[1]]
@@ -654,7 +647,7 @@ class Tracer(ModuleHooks):
         """Return the handler for one place, with all that was logged."""
         with self.lock:
             handler = self.handler(subject, ask)
-            if isinstance(self.events, LastEvents):
+            if self.keep != "all":
                 self._read_single(handler)
                 return handler
             self._sort()

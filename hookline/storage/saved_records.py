@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
 
-from hookline.captures.entries import Entries, Values
+from hookline.captures.entries import Entries
 from hookline.captures.keeping import PLAIN, CaptureAsk, CaptureHandler
 from hookline.captures.record import Record
 from hookline.engine.call_choice import as_calls
@@ -115,7 +115,7 @@ class _SavedHandler(CaptureHandler):
         return self.saved_slicing
 
     def entries(self) -> Entries:
-        return Values(self.values)
+        return Entries(self.values)
 
 
 # -- writing --------------------------------------------------------------------------------------
