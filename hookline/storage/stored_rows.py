@@ -82,12 +82,8 @@ class _Shard:
             time.sleep(0.01)
         return read_header(self.path, self.series)[0]
 
-    def __getstate__(self) -> tuple[Path, Series, int]:
-        return self.path, self.series, self.rows
-
-    def __setstate__(self, state: tuple[Path, Series, int]) -> None:
-        self.path, self.series, self.rows = state
-        self._array = None
+    def __reduce__(self) -> tuple[type[_Shard], tuple[Path, Series, int]]:
+        return _Shard, (self.path, self.series, self.rows)  # another process maps it for itself
 
 
 class StoredRows:
@@ -338,7 +334,7 @@ class StoredSamples:
 
 
 def positions_of(key: Any, total: int, place: str) -> NDArray[np.int64]:
-    """Return the positions that a list, a mask or a tensor names, from 0; raise for those
+    """Return the positions, from 0, that a list, a mask or a tensor names; raise if one is
     outside.
     """
     if isinstance(key, Tensor) and key.dtype == torch.uint8:
