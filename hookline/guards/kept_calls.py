@@ -5,12 +5,15 @@
 - `BufferCopies`: the buffers of a model, copied before a call if calls change them
 - `CallHolder`: a hook that keeps a call as long as its graph lives
 - `count_of_writes(tensor)`: how often it was changed in place
+- `copy_with_leaves(value, wanted)`: a copy of a nested value, and the leaves of autograd in it
+- `split_arguments(inputs, positional)`: arguments by name as those by position and by keyword
+- `autocast_settings(kinds)`: whether autocast is on for these kinds of devices, and its dtypes
 - `unwrapped(model)`, `is_spread(model)`: which model can be run again in one process
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -43,8 +46,11 @@ __all__ = [
     "CallHolder",
     "KeptCall",
     "ModelParts",
+    "autocast_settings",
+    "copy_with_leaves",
     "count_of_writes",
     "is_spread",
+    "split_arguments",
     "unwrapped",
 ]
 
@@ -56,6 +62,40 @@ _MOST = 2**28  # bytes of buffers that are copied before it is known which of th
 def count_of_writes(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; -1 for an inference tensor."""
     return -1 if tensor.is_inference() else version_of(tensor)
+
+
+def copy_with_leaves(value: Any, wanted: Callable[[Tensor], bool]) -> tuple[Any, dict[int, Tensor]]:
+    """Copy a nested value; return new leaves that require grad for the tensors that are wanted.
+
+    The leaves are returned by the ids of the original tensors.
+    """
+    found: dict[int, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        copy = leaf.detach().clone()
+        if not wanted(leaf):
+            return copy
+        found[id(leaf)] = copy.requires_grad_()
+        return copy.clone()  # the model may change it in place, which a leaf does not allow
+
+    return map_leaves(copied, value), found
+
+
+def split_arguments(
+    inputs: Mapping[Any, Any], positional: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call that are passed by position, and those by keyword."""
+    args, kwargs = list(inputs.items())[:positional], list(inputs.items())[positional:]
+    return tuple(value for _, value in args), {str(name): value for name, value in kwargs}
+
+
+def autocast_settings(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
+    """Return for each kind of device whether autocast is on, and its dtype."""
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    ]
 
 
 def _there(held: dict[str, Tensor | None], name: str) -> Tensor | None:
@@ -152,14 +192,13 @@ class KeptCall:
     """One call of a model, or of a module in it: its inputs, and all that it depends on."""
 
     def __init__(self, parts: ModelParts, inputs: Any, positional: int) -> None:
-        names = list(inputs)
-        plain = all(isinstance(value, Tensor) for value in inputs.values())
         # Containers are copied, since a list may grow; tensors are not, their versions are noted,
         # unless the model is known to change them.
-        function = _copied if parts.changes_inputs else _itself
-        held = inputs if plain and function is _itself else map_leaves(function, dict(inputs))
-        self.args = tuple(held[name] for name in names[:positional])
-        self.kwargs = {name: held[name] for name in names[positional:]}
+        held = inputs
+        if parts.changes_inputs:
+            held = map_leaves(_copied, dict(inputs))
+        elif not all(isinstance(value, Tensor) for value in inputs.values()):
+            held = map_leaves(lambda leaf: leaf, dict(inputs))
         self.inputs, self.positional = held, positional
         self.versions = [(path, t, count_of_writes(t)) for path, t in leaves(held)]
         # Changes of tensors that were made in inference mode are not counted.
@@ -173,10 +212,7 @@ class KeptCall:
         # accelerate exchanges at each call what it has offloaded, and gives the same data again.
         self.parameters = [(p, version_of(p)) for p in parts.parameters if not p.is_meta]
         kinds = {"cpu", *(t.device.type for _, t, _ in self.versions)} - {"meta"}
-        self.autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted(kinds)
-        ]
+        self.autocast = autocast_settings(sorted(kinds))
         self.cache = torch.is_autocast_cache_enabled()
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.lost: list[str] = []  # buffers that it changed and that were not copied
@@ -254,24 +290,10 @@ class KeptCall:
         }
 
     def _arguments(self, gradients: bool) -> tuple[Any, dict[str, Any], list[tuple[str, Tensor]]]:
-        found: list[tuple[str, Tensor]] = []
         names = self.names()
-
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            copy = leaf.detach().clone()
-            if not (gradients and leaf.requires_grad):
-                return copy
-            found.append((names[id(leaf)], copy.requires_grad_()))
-            return copy.clone()  # the model may change it in place, which a leaf does not allow
-
-        args, kwargs = map_leaves(copied, (self.args, self.kwargs))
-        return args, kwargs, found
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf
+        copy, found = copy_with_leaves(self.inputs, lambda leaf: gradients and leaf.requires_grad)
+        args, kwargs = split_arguments(copy, self.positional)
+        return args, kwargs, [(names[ident], leaf) for ident, leaf in found.items()]
 
 
 def _copied(leaf: Any) -> Any:
@@ -281,8 +303,8 @@ def _copied(leaf: Any) -> Any:
 
 
 def _opaque(value: Any) -> str:
-    """Return the type of an argument that is no tensor, number, text or container; "" if there is
-    none.
+    """Return the type of the first argument of another kind than tensors, numbers, text and
+    containers; "" if there is none.
     """
     inside = children(value)
     if inside is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookline.isolation.random_state import cpu_rng_state
+from hookline.guards.kept_calls import autocast_settings
 from hookline.torch_private import without_function_modes
 from hookline.values.nested import Path, leaves, map_leaves
 from hookline.values.snapshots import snapshot
@@ -34,11 +34,8 @@ class RunSettings:
     __slots__ = ("autocast", "random")
 
     def __init__(self) -> None:
-        self.random = cpu_rng_state()
-        self.autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        ]
+        self.random = torch.get_rng_state()
+        self.autocast = autocast_settings(("cpu", "cuda"))
 
 
 class ProducerSample:

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
-from hookline.guards.kept_calls import unwrapped
+from hookline.guards.kept_calls import copy_with_leaves, split_arguments, unwrapped
 from hookline.guards.origins import Labelled, label_tensors
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.module_index import ModuleIndex
-from hookline.isolation.random_state import set_cpu_rng_state
 from hookline.isolation.training_modes import modes_of, set_modes
 from hookline.places.tree import join, tensors_of, walk
 from hookline.storage import json_safetensors
@@ -187,7 +186,7 @@ def _settings(
                 if (dtype := _autocast(*one)) is not None:
                     stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(torch.set_grad_enabled(dump.backward))
-            set_cpu_rng_state(state)
+            torch.set_rng_state(state)
             yield
     except ReplayError:
         raise
@@ -197,18 +196,15 @@ def _settings(
         raise ReplayError(asked, found, f"If it was changed or does not fit: {_GIVEN}") from error
 
 
-def _leaves(value: Any, wanted: dict[str, Tensor], prefix: str = "") -> Any:
-    """Return a copy of a value whose numbers require grad; put its leaves into `wanted`."""
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _copied(dump: _Dump, value: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """Return a copy of the arguments, and for a backward the leaves in it by name."""
     names = {id(tensor): f"{prefix}{path[-1] if path else ''}" for path, tensor in leaves(value)}
-
-    def leaf(one: Any) -> Any:
-        if not isinstance(one, Tensor) or not (one.is_floating_point() or one.is_complex()):
-            return one
-        made = one.detach().clone().requires_grad_()
-        wanted[names[id(one)]] = made
-        return made.clone()  # it may be changed in place, which a leaf does not allow
-
-    return map_leaves(leaf, value)
+    copy, found = copy_with_leaves(value, lambda one: dump.backward and _is_differentiable(one))
+    return copy, {names[ident]: leaf for ident, leaf in found.items()}
 
 
 def _finish(
@@ -247,21 +243,14 @@ def _run_operation(dump: _Dump) -> Replay:
     args, kwargs = dump.value(told.get("args")), dump.value(told.get("kwargs"))
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         dump.refuse("Its arguments are not spelled as a guard does.")
-    wanted: dict[str, Tensor] = {}
     with _settings(dump, told, "cpu"):
-        own_args, own_kwargs = map_leaves(_copied, (args, kwargs))
-        if dump.backward:
-            own_args, own_kwargs = _leaves((args, kwargs), wanted, "argument ")
+        (own_args, own_kwargs), wanted = _copied(dump, (args, kwargs), "argument ")
         output = function(*own_args, **own_kwargs)
         if not leaves(output):  # as x[0] = y: it has changed its argument
             output = [own_args[0]]
         given = dump.pairs("gradients", dump.given["operation"])
         inputs = {"args": args, "kwargs": kwargs}
         return _finish(dump, told["function"], inputs, output, wanted, given, False)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 # -- modules --------------------------------------------------------------------------------------
@@ -328,16 +317,12 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     if scripted:  # which torch.func.functional_call does not take
         module, state = _copied_with(dump, module, state)
     inputs = map_leaves(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
-    wanted: dict[str, Tensor] = {}
-    own: Any = map_leaves(_copied, inputs)
+    own, wanted = _copied(dump, inputs)
     if dump.backward:
-        own = _leaves(inputs, wanted)
         for name, tensor in state.items():
-            if name in parameters and (tensor.is_floating_point() or tensor.is_complex()):
+            if name in parameters and _is_differentiable(tensor):
                 wanted[name] = state[name] = tensor.requires_grad_()
-    names, positional = list(own), told["positional"]
-    args = tuple(own[name] for name in names[:positional])
-    kwargs = {str(name): own[name] for name in names[positional:]}
+    args, kwargs = split_arguments(own, told["positional"])
     with _settings(dump, told, device.type, module):
         named = walk(module)
         modules = [one for _, one in named]
