@@ -228,6 +228,12 @@ class BackwardTrace:
                 return origin
         return self._add(Origin("operation", path, backward=True, node=node))
 
+    def causes(self) -> list[Origin]:
+        """Return the origins that reached a parameter or an input and are not meant, in order."""
+        reached = {origin for origins in self.bad.values() for origin in origins}
+        found = [o for o in self.origins if o in reached and not o.meant]
+        return list(dict.fromkeys(found))
+
     def _add(self, origin: Origin) -> Origin:
         origin.ignored = origin.meant = self._is_ignored(origin)
         self.origins.append(origin)

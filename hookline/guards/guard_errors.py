@@ -19,7 +19,13 @@ from hookline.guards.dumps import write_dump
 from hookline.guards.faults import Fault, explain, fault_of
 from hookline.guards.finite_checks import TensorDescription, is_bad, is_mask
 from hookline.guards.kept_calls import KeptCall
-from hookline.guards.origin_search import describe_sample, find_backward, take_sample
+from hookline.guards.origin_search import (
+    SearchResult,
+    backward_causes,
+    describe_sample,
+    find_backward,
+    take_sample,
+)
 from hookline.guards.origins import IgnoredPlaces, Labelled, Origin, show_line
 from hookline.places.tree import join, tensors_of, walk
 from hookline.values.nested import show_path
@@ -82,34 +88,34 @@ class ErrorBuilder:
         """
         doubts: list[str] = []
         for kept in calls:
-            if kept.trace is not None and kept.backward is None:
-                doubts.append("its graph was let go, after many calls or another backward")
+            found = self._search_call(kept, hooked, scale, doubts)
+            if found is None or not found.bad:
                 continue
-            if kept.backward is not None:  # every node was looked at
-                kept.backward.settle(hooked)
-                origins = [o for own in kept.backward.bad.values() for o in own if not o.meant]
-                origins.sort(key=kept.backward.origins.index)
-                if origins and scale <= 1:
-                    seen = seen or kept.backward.seen
-                    fault = fault_of(list(dict.fromkeys(origins)), set(), kept.number, seen)
-                    raise self.build(kept, origins[0], fault)
-                if kept.backward.bad and not origins:
-                    return None
-                continue
-            own = kept.doubts()
-            again = None if own else self.run_again(own, find_backward, kept, self.ignored, scale)
-            if again is not None and again.origins and again.same:
-                seen = seen or again.seen
-                fault = fault_of(again.origins, again.trace.often, kept.number, seen)
-                raise self.build(kept, again.origins[0], fault, scale)
-            if again is not None and again.bad and again.same:
+            if not found.origins:
                 return None  # all of it is ignored
-            if again is not None and not again.same:
+            fault = fault_of(found.origins, found.trace.often, kept.number, seen or found.seen)
+            raise self.build(kept, found.origins[0], fault, scale)
+        return doubts
+
+    def _search_call(
+        self, kept: KeptCall, hooked: dict[str, Tensor], scale: float, doubts: list[str]
+    ) -> SearchResult | None:
+        """Search one call for the origins of bad gradients; add the reasons why it cannot be."""
+        if kept.trace is None:
+            own = kept.doubts()
+            found = None if own else self.run_again(own, find_backward, kept, self.ignored, scale)
+            if found is not None and not found.same:
                 own.append(
                     "its forward makes bad numbers that are ignored, and its backward of them"
                 )
             doubts += own
-        return doubts
+            return None if own else found
+        if kept.backward is None:
+            doubts.append("its graph was let go, after many calls or another backward")
+            return None
+        kept.backward.settle(hooked)  # every node was looked at
+        found = backward_causes(kept.backward)
+        return None if found.origins and scale > 1 else found  # the scaler will see these
 
     def build(
         self, kept: KeptCall, origin: Origin, fault: Fault, scale: float = 1.0

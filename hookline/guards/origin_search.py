@@ -2,7 +2,8 @@
 
 - `find_forward(kept, ignored)`: the origins of bad outputs
 - `find_backward(kept, ignored, scale)`: the origins of bad gradients
-- `output_origins(kept, trace, output, ignored)`: the same for a call that was traced already
+- `output_origins(kept, trace, output, ignored)`, `backward_causes(backward)`: the origins in a call
+  that was traced already
 - `take_sample(kept, ignored, origin, scale)`: the inputs and outputs of the producer
 - `SearchResult`: the result of a search, and whether it can be trusted
 """
@@ -28,6 +29,7 @@ from hookline.values.nested import get_part, leaves
 
 __all__ = [
     "SearchResult",
+    "backward_causes",
     "describe_sample",
     "find_backward",
     "find_forward",
@@ -107,12 +109,13 @@ def find_backward(kept: KeptCall, ignored: IgnoredPlaces, scale: float) -> Searc
     output, backward = _run_both(kept, trace, scale)
     bad = [path for path, tensor in leaves(output) if "n" in infinity_signs(tensor)]
     same = all(ignored.output(path, kept.called) for path in bad)
-    found = SearchResult(trace, seen=backward.seen, bad=bool(backward.bad), same=same)
-    for origins in backward.bad.values():
-        wrong = [o for o in origins if not o.meant]
-        found.origins += [o for o in wrong if o not in found.origins]
-    found.origins.sort(key=backward.origins.index)
-    return found
+    return backward_causes(backward, same)
+
+
+def backward_causes(backward: BackwardTrace, same: bool = True) -> SearchResult:
+    """Return the origins of bad gradients in a backward that was traced."""
+    bad = bool(backward.bad)
+    return SearchResult(backward.trace, backward.causes(), backward.seen, bad, same)
 
 
 def _run_both(kept: KeptCall, trace: ForwardTrace, scale: float) -> tuple[Any, BackwardTrace]:

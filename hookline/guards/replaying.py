@@ -203,8 +203,8 @@ def _is_differentiable(tensor: Tensor) -> bool:
 def _copied(dump: _Dump, value: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Return a copy of the arguments, and for a backward the leaves in it by name."""
     names = {id(tensor): f"{prefix}{path[-1] if path else ''}" for path, tensor in leaves(value)}
-    copy, found = copy_with_leaves(value, lambda one: dump.backward and _is_differentiable(one))
-    return copy, {names[ident]: leaf for ident, leaf in found.items()}
+    made, found = copy_with_leaves(value, lambda one: dump.backward and _is_differentiable(one))
+    return made, {names[ident]: leaf for ident, leaf in found.items()}
 
 
 def _finish(
