@@ -26,6 +26,7 @@ from hookline.engine.asks import Ask
 from hookline.engine.calls import RunningCall
 from hookline.engine.context import Context
 from hookline.engine.handlers import UNCHANGED, Handler
+from hookline.engine.lifecycle import never_forgotten
 from hookline.engine.operations import Mode, innermost, name_of
 from hookline.errors import PlaceNotFound
 from hookline.guards.finite_checks import (
@@ -144,7 +145,7 @@ class ForwardTrace:
             origin, own = self._inputs[memory]
         else:
             return ()
-        # What is trained is no mask.
+        # A tensor that is trained is no mask.
         origin.meant = origin.ignored or (is_mask(own) and not own.requires_grad)
         self._add(origin)
         self._of[memory] = [(own, (origin,))]
@@ -180,14 +181,17 @@ class ForwardTrace:
         bad: list[tuple[Tensor, frozenset[str], Tensor]], made: list[Tensor], frame: FrameType,
     ) -> None:  # fmt: skip
         """Note an operation that has made something that is not finite."""
-        inner = self._innermost(module)
+        inner = self.innermost(module)
         path = "" if inner is None else inner.path
+
+        def made_by(kind: str) -> Origin:
+            source = show_line(line_of(frame))
+            return Origin(kind, path, False, name, use, source=source, number=self.clock)
+
         known = [(self.origins_of(tensor), sign, where) for tensor, sign, where in bad]
         held = [origin for origins, _, _ in known for origin in origins]
         if any(not origins for origins, _, _ in known):  # nothing that was seen has made it
-            source = show_line(line_of(frame))
-            strange = Origin("outside", path, False, name, use, source=source, number=self.clock)
-            held.append(self._add(strange))
+            held.append(self._add(made_by("outside")))
         wrong = [origin for origin in held if not origin.meant]
         if wrong or any(origin.ignored for origin in held):
             self._follow(made, tuple(wrong or held))
@@ -196,15 +200,13 @@ class ForwardTrace:
         if held and meant:
             self._follow(made, tuple(held))
             return
-        kind = "memory" if name in _UNWRITTEN else "operation"
-        origin = Origin(
-            kind, path, False, name, use, source=show_line(line_of(frame)), number=self.clock
-        )
+        origin = made_by("memory" if name in _UNWRITTEN else "operation")
         origin.ignored = module is not None and self.ignored.operation(module, name, use)
         origin.meant = meant or origin.ignored
         self._follow(made, (self._add(origin),))
 
-    def _innermost(self, module: nn.Module | None) -> TracedCall | None:
+    def innermost(self, module: nn.Module | None) -> TracedCall | None:
+        """Return the innermost running call of a module; of any module if it has none."""
         for running in reversed(self.running):
             if module is None or running.module is module:
                 return running
@@ -238,7 +240,7 @@ class ForwardTrace:
         return tuple(dict.fromkeys(found))
 
     def _inside(self, running: TracedCall, value: Tensor) -> tuple[Origin, ...]:
-        """The origins of what a forward made: of calls in it, of its inputs, or itself."""
+        """Return the origins of a value that a forward made: calls in it, its inputs, or itself."""
         made = [o for o in self.origins if o.number > running.number]
         found = [o for o in dict.fromkeys((*made, *running.inner)) if not o.meant]
         found = found or [o for o in running.origins if not o.meant]
@@ -273,7 +275,7 @@ class ForwardTrace:
         if running is None:
             return
         span = NodeSpan(running.start, next_sequence_number(), running.number, running.path)
-        # What calls in it have returned may be hidden by the next operation, which is not seen.
+        # The next operation, which is not seen, may hide the results of calls in it.
         span.origins = (*running.origins, *running.inner)
         self.spans.append(span)
         for _, tensor in bad_leaves(output):
@@ -387,7 +389,7 @@ class OperationMode(Mode):
     ) -> None:
         sample.function, sample.arguments = func, kept_value((args, kwargs))
         sample.settings = RunSettings()
-        running = self.trace._innermost(module)
+        running = self.trace.innermost(module)
         if running is not None:
             sample.of(running)
 
@@ -419,7 +421,7 @@ class ModuleHooks(Context):
         super().__init__(model, ("", ":inputs"))
         self.trace = trace
         self.left: Callable[[nn.Module, Any], None] | None = left  # called after a call has ended
-        self._entered = True  # one that is never entered is not a forgotten one
+        never_forgotten(self)  # should entering fail
 
     def _resolve(self) -> list[Request]:
         # Also ScriptModules: torch calls hooks on those that Python calls, and on none inside.
@@ -431,9 +433,5 @@ class ModuleHooks(Context):
     def _ask(self, port: str, **place: Any) -> Ask:
         return Ask(port, _ModuleHandler, replaces=False, **place)
 
-    def __enter__(self) -> ModuleHooks:
-        self._enter(attached=False)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._leave()
+    def _verify(self) -> None:
+        """Accept modules that were not called."""

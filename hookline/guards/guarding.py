@@ -21,6 +21,7 @@ from hookline.engine.asks import Ask
 from hookline.engine.calls import RunningCall, is_over
 from hookline.engine.context import Context
 from hookline.engine.handlers import UNCHANGED, Handler
+from hookline.engine.lifecycle import enter, leave
 from hookline.engine.tensor_hooks import GradientHook
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.backward_trace import BackwardTrace
@@ -61,8 +62,8 @@ class _GuardHandler(Handler):
 
     def __init__(self, *place: Any) -> None:
         super().__init__(*place)
-        # Of a parameter.
-        self.name = str(self.target.place).removesuffix(":grad") if self.ask.port == "grad" else ""
+        of_parameter = self.ask.port == "grad"
+        self.name = str(self.target.place).removesuffix(":grad") if of_parameter else ""
 
     def receive(self, value: Any, call: RunningCall) -> Any:
         context: Any = self.context
@@ -213,12 +214,12 @@ class guard(Context):
         self.careful = True
         if self._modules is None and self._open:
             self._modules = ModuleHooks(self._model, None, self._left)
-            self._modules.__enter__()
+            enter(self._modules, attached=False)
 
     def _stop(self) -> None:
         super()._stop()
         if self._modules is not None:
-            self._modules.__exit__(None, None, None)
+            leave(self._modules)
             self._modules = None
         for kept in self._looked:
             kept.close()
@@ -365,7 +366,7 @@ class guard(Context):
         if found.origins:
             bad = [(p, t) for p, t in leaves(output) if self._counts(kept, p, t)]
             seen: Labelled = [(label_of(p, kept.path), TensorDescription.of(t)) for p, t in bad]
-            fault = fault_of(found.origins, set(), kept.number, seen)
+            fault = fault_of(found.origins, found.trace.often, kept.number, seen)
             raise self._errors.build(kept, found.origins[0], fault)
         if (id(module), kept.number) in self._calls:
             names = parameter_names(self._model) | kept.names()
@@ -492,7 +493,7 @@ def _gradient(handler: Handler) -> Tensor | None:
 
 
 def _is_hooked(handler: Handler) -> bool:
-    """Whether a parameter has a hook that is none of ours."""
+    """Return True if a parameter has a hook that is none of ours."""
     tensor = handler.target.tensor()
     hooks: dict[int, Any] = {} if tensor is None else backward_hooks_of(tensor) or {}
     owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
