@@ -156,7 +156,7 @@ class SweepRunner:
         size = self.samples * self.copies
         self.divided = {path for path, t in leaves(self.output) if t.shape[:1] == (size,)}
         before = [self._share(number) for number in numbers]
-        if not all(_alike(share, alone) for share in before):
+        if not all(_same(share, alone, _alike) for share in before):
             return "copies of the batch in one forward do not give what it gives alone"
         rows = {p for p in places if self._has_rows(p, shapes[p], self.copies)}
         middle = self.copies // 2
@@ -166,7 +166,7 @@ class SweepRunner:
             context = edit(self.model, cast("Any", changes))
             self.output = self._forward(self._stacked(self.copies), context)
             self.runs += 1
-            moved = [n for n in numbers if not _same(self._share(n), before[n])]
+            moved = [n for n in numbers if not _same(self._share(n), before[n], same_bits)]
             if not moved:
                 return "whether the samples of a batch mix could not be seen in the output"
             if moved != [middle]:
@@ -268,9 +268,7 @@ class SweepRunner:
 
 
 def _numbers(value: Any, above: tuple[int, ...] = ()) -> list[Any]:
-    """Return what an output holds beside tensors: numbers, texts and arrays, which all copies
-    share.
-    """
+    """Return the numbers, texts and arrays in an output, which all copies share."""
     if isinstance(value, (np.ndarray, np.generic)):
         return [value.shape, value.tobytes()]
     if isinstance(value, (bool, int, float, complex, str)):
@@ -281,28 +279,20 @@ def _numbers(value: Any, above: tuple[int, ...] = ()) -> list[Any]:
     return [found for _, item in inside for found in _numbers(item, (*above, id(value)))]
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Return True if two outputs are the same bit for bit."""
+def _same(one: Any, other: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    """Return True if two outputs hold the same, for tensors by a function of two of them."""
     first, second = dict(leaves(one)), dict(leaves(other))
     if first.keys() != second.keys() or _numbers(one) != _numbers(other):
         return False
-    return all(same_bits(first[path], second[path]) for path in first)
+    return all(same(tensor, second[path]) for path, tensor in first.items())
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Return True if two outputs are the same but for rounding."""
-    first, second = dict(leaves(one)), dict(leaves(other))
-    if first.keys() != second.keys() or _numbers(one) != _numbers(other):
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are the same but for rounding."""
+    if one.shape != other.shape:
         return False
-    for path, a in first.items():
-        b = second[path]
-        if a.shape != b.shape:
-            return False
-        if a.is_floating_point() and a.numel():
-            top = float(b.detach().abs().nan_to_num().max())
-            room = 100 * torch.finfo(a.dtype).eps * max(top, 1e-6)
-            if not torch.allclose(a, b, rtol=1e-3, atol=room, equal_nan=True):
-                return False
-        elif not torch.equal(a, b):
-            return False
-    return True
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    top = float(other.detach().abs().nan_to_num().max())
+    room = 100 * torch.finfo(one.dtype).eps * max(top, 1e-6)
+    return torch.allclose(one, other, rtol=1e-3, atol=room, equal_nan=True)

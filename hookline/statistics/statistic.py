@@ -168,7 +168,8 @@ class Statistic:
         if mask is not None:
             given = cast("list[int]", (self._tensor(mask, "mask") != 0).sum(-1).tolist())
         if given != lengths or len({sample.shape[1:] for sample in samples}) != 1:
-            found = f"The value is nested, of samples of shapes {[*map(_shape, samples)]!s:.200}"
+            shapes = [tuple(sample.shape) for sample in samples]
+            found = f"The value is nested, of samples of shapes {shapes!s:.200}"
             raise self._unfit(
                 f"{found}{'' if given == lengths else f', the mask keeps {given!s:.80}'}.",
                 "Give samples that differ in their first size only, as long as the mask says.",
@@ -337,10 +338,6 @@ def padded(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor([sample.shape[0] for sample in samples], device=samples[0].device)
     value = pad_sequence(list(samples), batch_first=True)
     return value, torch.arange(value.shape[1], device=value.device)[None] < lengths[:, None]
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
 
 
 def sums(one: State, other: State, *keys: str) -> State:
