@@ -277,8 +277,8 @@ class _ValueMatcher:
             found = _difference(first.get(path), second.get(path), self.tolerance)
             self.elements += first[path].numel() if path in first else 0
             found.place, found.place_b, found.call = *names, call
-            # What is computed from rounded values is as coarse, whatever its dtype: as under
-            # autocast. Whole numbers have no tolerance, and parameters are not computed.
+            # Results of rounded values are as coarse, whatever their dtype: as under autocast.
+            # Whole numbers have no tolerance, and parameters are not computed.
             if self.tolerance is None and found.tolerance and place.port != "value":
                 rounds = mine.path in self.rounding[0] or place.path in self.rounding[1]
                 own = COARSE if rounds and place.port == "output" else 0

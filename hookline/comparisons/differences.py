@@ -25,7 +25,7 @@ __all__ = ["COARSE", "Comparison", "Difference", "Tolerance", "measure_differenc
 Tolerance = float | Mapping[torch.dtype, float]
 _MOST = 60  # rows that are shown
 
-# What rounding explains after some dozens of layers; whole numbers are to be equal.
+# Errors that rounding explains after some dozens of layers; whole numbers must be equal.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 COARSE = 0.2  # quantised tensors, and floats of 8 bits or fewer
 
@@ -203,7 +203,7 @@ def measure_difference(a: Tensor, b: Tensor) -> tuple[float, float, float, str]:
     same = (a == b) | (a.isnan() & b.isnan())
     gap = (a - b).masked_fill(same, 0)
     if not any(tensor.is_floating_point() for tensor in given):
-        # Of whole numbers beyond 2 ** 53, some that differ are the same in float64.
+        # Different whole numbers beyond 2 ** 53 may be the same in float64.
         gap = torch.where(same, (given[0].long() - given[1].long()).double(), gap)
     good = gap.isfinite()
     remark = "" if bool(good.all()) else _broken(a, b, int((~good).sum()))

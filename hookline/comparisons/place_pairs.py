@@ -98,9 +98,7 @@ def shorten(path: str) -> str:
 
 
 def _bare(model: nn.Module, path: str) -> str:
-    """Return the same, and without the name of a wrapper around the whole model, such as
-    DataParallel.
-    """
+    """Return a path without the names of wrappers, also of one around the whole model."""
     outer = unwrapped("", model)[0]
     if outer and f"{path}.".startswith(f"{outer}."):
         path = path[len(outer) + 1 :]

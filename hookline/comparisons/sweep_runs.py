@@ -147,9 +147,7 @@ class SweepRunner:
             found.notes.append(f"one change a forward: {why}")
 
     def _try_copies(self, places: list[Place]) -> str:
-        """Run copies of the batch unchanged, and with one disturbed; return why that is not
-        safe.
-        """
+        """Run copies of the batch unchanged and with one disturbed; return why that is unsafe."""
         alone, numbers = self.output, range(self.copies)
         shapes = self._shapes(places, self._stacked(self.copies))
         self.runs += 1
@@ -231,9 +229,7 @@ class SweepRunner:
     def _changing(
         self, place: Place, spots: Sequence[tuple[int | None, int | None]], new: _Maker
     ) -> Callable[[Any, Call], Any]:
-        """Return the function of an edit at one place: it puts in new values at rows and
-        positions.
-        """
+        """Return the function of an edit that puts new values in at rows and positions."""
 
         def changed(value: Any, call: Call) -> Any:
             path, tensor = only_tensor(value, f"The value at {str(place)!r}")

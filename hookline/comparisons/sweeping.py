@@ -222,9 +222,7 @@ def _estimated(
     model: nn.Module, batch: Any, metric: Metric, record: Record, reference: float,
     jobs: list[PatchJob], dim: int, where: Where,
 ) -> Sweep:  # fmt: skip
-    """Estimate all changes at once: the gradient of the metric times the distance to the clean
-    values.
-    """
+    """Estimate all changes at once: gradient of the metric times distance to the clean values."""
     check_differentiable(model.parameters())
     places = list(dict.fromkeys(job.place for job in jobs))
     slopes = {place: _gradient_place(place) for place in places}
@@ -305,9 +303,7 @@ def _add_estimates(
     found: Sweep, place: Place, slope: Place, record: Record, corrupt: Record, jobs: list[PatchJob],
     dim: int,
 ) -> None:  # fmt: skip
-    """Add the estimates at one place, summed over its calls and all dimensions but the
-    positions.
-    """
+    """Add the estimates at one place, summed over its calls and all other dimensions."""
     steps: list[Tensor] = []  # of each call
     values = corrupt.calls(place)
     # One by one: a call without a gradient raises the reason, where `calls` has None.

@@ -216,9 +216,7 @@ class BackwardTrace:
         return wrong
 
     def _unseen(self) -> Origin:
-        """Return an origin for a checkpoint that recomputes more than modules, whose graphs alone
-        are seen.
-        """
+        """Return an origin inside a checkpoint, of which only the graphs of modules are seen."""
         node, path, first = "", "", len(self.origins)
         if self._inner:
             inner = self._inner[-1]

@@ -32,7 +32,7 @@ __all__ = ["KIND", "ArgumentWriter", "function_named", "name_of", "read_value", 
 KIND = "guard"
 _MOST = 2 * 10**9  # bytes of a module's state
 _LEVELS = 32
-# Of torch's functions none is called that reads files or runs code that it is given.
+# Functions of torch that read files or run code that they are given: a replay never calls them.
 _REFUSED = frozenset({"from_file", "load", "save", "apply_", "map_", "map2_", "backward", "numpy"})
 _WORDS = {
     str(word): word

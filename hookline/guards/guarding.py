@@ -249,7 +249,7 @@ class guard(Context):
     # -- forward --------------------------------------------------------------------------------
 
     def began(self, module: nn.Module, inputs: Any, call: RunningCall) -> None:
-        """A call of the model begins, or of a module in it that is called by itself."""
+        """Begin a call of the model, or of a module in it that is called by itself."""
         running = self._running.setdefault(threading.get_ident(), [])
         running[:] = [(one, kept) for one, kept in running if not _is_over(one)]
         if running and running[-1][1].called is not module:  # a part of that call
@@ -379,7 +379,7 @@ class guard(Context):
     # -- backward -------------------------------------------------------------------------------
 
     def arrived(self, handler: _GuardHandler, gradient: Tensor, index: int, path: Part) -> None:
-        """A gradient arrives, of a parameter, of an input, or of an output of the model."""
+        """Note a gradient of a parameter, of an input, or of an output of the model."""
         task = backward_id()
         if task not in self._passes:
             self._passes[task] = _BackwardPass()

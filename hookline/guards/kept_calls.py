@@ -99,9 +99,7 @@ def autocast_settings(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype
 
 
 def _there(held: dict[str, Tensor | None], name: str) -> Tensor | None:
-    """Return a buffer; None if it was taken out, or belongs to a lazy module that was not
-    called.
-    """
+    """Return a buffer; None if it was removed, or is lazy and not yet initialized."""
     tensor = held[name] if name in held else None  # noqa: SIM401 - a ScriptModule's has no get
     return None if tensor is None or is_lazy(tensor) else tensor
 
@@ -303,9 +301,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _opaque(value: Any) -> str:
-    """Return the type of the first argument of another kind than tensors, numbers, text and
-    containers; "" if there is none.
-    """
+    """Return the type of an argument that may hide state; "" if all are plain values or tensors."""
     inside = children(value)
     if inside is not None:
         return next((name for _, item in inside if (name := _opaque(item))), "")

@@ -169,9 +169,7 @@ def _gradients(
 def take_sample(
     kept: KeptCall, ignored: IgnoredPlaces, origin: Origin, scale: float
 ) -> ProducerSample | None:
-    """Run a call again and return the inputs and outputs of the producer; None if it did not
-    run.
-    """
+    """Run a call again; return what the producer was given and made, None if it did not run."""
     for both in (True,) if origin.backward else (False, True):  # it may come in a backward only
         trace = ForwardTrace(kept.parts, ignored, operations=True)
         sample = trace.sample = ProducerSample(

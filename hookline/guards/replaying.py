@@ -4,7 +4,7 @@
 - `Replay`: the outputs, and whether they are those of the first run
 """
 
-# What is read from a file is of any type.
+# Values that are read from a file have no static types.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Identify a model, function or batch by a few characters.
 
-- `fingerprint(model)`: of its modules, parameters and buffers
+- `fingerprint(model)`: a few characters for its modules, parameters and buffers
 - `stable_text(thing)`: an index, a function or None as text that is the same in another process
 - `bound_content(function)`: the arguments of a partial, the weights of a module
 - `live_edits(model)`: the edits that act on a model
-- `digest(value)`: of the tensors and numbers in a batch
+- `digest(value)`: a number for the tensors, numbers and words in a batch
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The plan of a harvest: what it will write, and whether it may continue an earlier one.
 
-- `describe(extractor, world)`: what a harvest depends on, as it is kept in store.json
+- `describe(extractor, world)`: the model, options and edits of a harvest, for store.json
 - `refuse_changes(folder, wanted)`: raise with the reason if an earlier harvest was different
 - `HarvestPlan`: places, shapes, rows, bytes and free space, as a table
 - `plan_for(...)`: the plan, from the rows of a first batch
@@ -97,7 +97,7 @@ def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:
         )
     found = cast("dict[str, Any]", found)
     for key, words in _WORDS.items():
-        # What older versions did not note cannot be compared.
+        # Older versions did not note everything.
         if key in wanted and key in found and found[key] != wanted[key]:
             fix = _FIXES.get(key, "Give what was given before, or choose another folder.")
             shown = (str(one)[:120] for one in (found[key], wanted[key]))

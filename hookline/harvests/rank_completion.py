@@ -38,9 +38,7 @@ def earlier(folder: Path, rank: int) -> Index:
 
 
 def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
-    """Return the writer of a rank, which continues where it stopped; `wanted` comes from
-    `describe`.
-    """
+    """Return the writer of a rank, which resumes; `wanted` is the result of `describe`."""
     until = time.monotonic() + _ORPHANS
     while True:
         known = (folder / "store.json").exists()
@@ -87,9 +85,7 @@ def _missing(folder: Path, world: int, wanted: dict[str, Any]) -> list[int]:
 
 
 def _is_done(mark: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Return True if a rank is done with as many batches; a rank without any cannot tell how
-    many.
-    """
+    """Return True if a rank is done with as many batches; without any it cannot tell how many."""
     lengths = {one.get("length") for one in (mark, wanted)} - {None}
     return len(lengths) < 2 and all(mark.get(key) == wanted[key] for key in ("done", "kinds"))
 

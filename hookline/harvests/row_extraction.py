@@ -135,9 +135,7 @@ class RowExtractor:
         self.places = [place for place in self.asked if str(place) in kept]
 
     def take(self, batch: Any, ids: Any = None) -> BatchRows:
-        """Run the model on a batch and return its rows; `ids` are those of its samples, if
-        known.
-        """
+        """Run the model on a batch and return its rows; `ids` identify its samples, if known."""
         options = self.options
         mask = options.mask_of(batch)
         at = options.at

@@ -4,7 +4,7 @@
 - `check_differentiable(parameters)`: raise BatchError if some were made in inference mode
 - `backward_roots(value)`: the tensors from which a backward starts
 - `graph_nodes(roots)`: the autograd nodes that it visits
-- `has_reentrant_checkpoint(nodes)`: whether it needs `backward()`, which writes to `.grad`
+- `has_reentrant_checkpoint(nodes)`: return True if it needs `backward()`, which writes to `.grad`
 - `backward_without_grads(roots)`: a backward that leaves no gradient anywhere
 """
 

@@ -1,11 +1,11 @@
 """Batches for a model: make one from shapes, copy one, check what was given as data.
 
 - `make_batch(model, batch, dtype)`: the batch, with a tensor for every shape in it
-- `copy_batch(batch)`: the same batch in memory of its own
-- `is_shape(value)`: whether a value is a shape
-- `is_series(data)`: whether data is an iterable of batches; `not_series_error(data, error)` if not
+- `copy_batch(batch)`: a copy of a batch in memory of its own
+- `is_shape(value)`: return True if a value is a shape
+- `is_series(data)`: return True for an iterable of batches; `not_series_error(data, error)` if not
 - `check_mask_name(mask, error)`: raise if a mask has a name that marks padding in torch
-- `needs_integers(error)`: whether a run failed because integers, such as tokens, are needed
+- `needs_integers(error)`: return True if a run failed because it needs integers, such as tokens
 - `shapes_error(shapes, dtype, error)`: the error for shapes where that cannot be mended
 """
 

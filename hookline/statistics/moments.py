@@ -22,9 +22,7 @@ __all__ = ["Covariance", "Mean", "Norm", "Norms", "Variance"]
 
 
 def _moments(values: Tensor, kept: Tensor | None) -> State:
-    """Return count, mean and sum of squared differences of each column, over the kept rows; None is
-    all.
-    """
+    """Return count, mean and sum of squared differences of each column; `kept` None is all rows."""
     if kept is None:
         count = values.new_full(values.shape[1:], len(values), dtype=torch.int64)
         mean = values.sum(0) / count.clamp(min=1)
@@ -33,7 +31,7 @@ def _moments(values: Tensor, kept: Tensor | None) -> State:
         count = kept.sum(0)
         mean = torch.where(kept, values, 0.0).sum(0) / count.clamp(min=1)
         apart = torch.where(kept, values - mean, 0.0)
-    # What rounding left in the mean is taken out of the squares.
+    # Correct the squares for the rounding of the mean.
     rest = apart.sum(0).square() / count.clamp(min=1)
     squares = apart.square_().sum(0) - rest
     return {"count": count, "mean": mean, "squares": squares.clamp(min=0)}

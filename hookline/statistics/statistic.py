@@ -324,9 +324,7 @@ def _wide(part: Tensor) -> Tensor:
 def in_parts(
     values: Tensor, kept: Tensor, numbers: int = 0
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield rows in parts: the number of the first row, the rows in float64, and which of them
-    count.
-    """
+    """Yield parts of rows: the number of the first row, the rows in float64, and which count."""
     step = max(1, (numbers or _CHUNK) // max(1, values.shape[1]))
     for start in range(0, len(values), step):
         part = _wide(values[start : start + step])

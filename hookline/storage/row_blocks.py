@@ -237,7 +237,7 @@ def _blocks_and_counts(
     old: dict[tuple[str, str], Series],
     shard_bytes: int,
 ) -> tuple[list[Block], dict[str, int]]:
-    """Each series with the rows to append, and how many samples each place and the ids have."""
+    """Return each series with its new rows, and the numbers of samples of places and ids."""
     blocks: list[Block] = []
     counts: dict[str, int] = {}
 

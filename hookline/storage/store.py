@@ -153,9 +153,7 @@ class Store:
     def batches(
         self, size: int, *, places: str | Sequence[str] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the samples in order, `size` at a time, as a dict of tensors (lists if they
-        vary).
-        """
+        """Yield dicts of `size` samples in order: tensors by place, lists if lengths vary."""
         if size < 1:
             asked = f"Batches of {size} samples were asked for."
             raise StoreError(asked, "There are none of that size.", "Ask for 1 or more.")

@@ -3,7 +3,7 @@
 - `StoredDtype`, `STORED_DTYPES`, `stored_dtype(dtype)`: the dtypes of safetensors, torch and numpy
 - `Series`: the rows of one place, of its offsets or of the sample ids, over the shards of a rank
 - `ENDS`: the part that says where each sample ends, for a part whose samples vary in length
-- `Index`: what one rank has committed; `read_index`, `index_json`; `IndexFile` writes it
+- `Index`: the committed rows of one rank; `read_index`, `index_json`; `IndexFile` writes it
 - `shard_path`, `index_path`: file names, made of numbers, never of places
 - `header_of(series, rows)`, `read_header(path, series)`: the first 64 KB of a shard
 
@@ -106,9 +106,7 @@ def stored_dtype(dtype: torch.dtype) -> StoredDtype | None:
 
 @dataclass
 class Series:
-    """The rows of one tensor that continues from shard to shard; each shard but the last is
-    full.
-    """
+    """The rows of one tensor, which fill one shard after another."""
 
     place: str  # "" for the ids of the samples
     part: str  # "rows", "offsets" (where each sample ends), "ids" or "id offsets"
@@ -284,9 +282,7 @@ def _counts(values: Any, least: int = 0) -> bool:
 
 
 def read_index(folder: Path, rank: int) -> Index:
-    """Return the index of a rank; every field is checked, and nothing is allocated by its
-    claims.
-    """
+    """Return the index of a rank, with every field checked before anything is allocated."""
     path = index_path(folder, rank)
     content = read_json(path)
     if content.get("format") != _FORMAT or content.get("version") != _VERSION:

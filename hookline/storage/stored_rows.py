@@ -334,9 +334,7 @@ class StoredSamples:
 
 
 def positions_of(key: Any, total: int, place: str) -> NDArray[np.int64]:
-    """Return the positions, from 0, that a list, a mask or a tensor names; raise if one is
-    outside.
-    """
+    """Return the positions that a list, mask or tensor names; raise if one is outside."""
     if isinstance(key, Tensor) and key.dtype == torch.uint8:
         raise StoreError(
             f"Cannot read {place!r} with a tensor of uint8.",
