@@ -23,12 +23,13 @@ from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
 from hookline.guards.kept_calls import copy_with_leaves, split_arguments, unwrapped
 from hookline.guards.origins import Labelled, label_tensors
+from hookline.isolation.batches import move_batch
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.module_index import ModuleIndex
 from hookline.isolation.training_modes import modes_of, set_modes
 from hookline.places.tree import join, tensors_of, walk
 from hookline.storage import json_safetensors
-from hookline.values.nested import get_part, leaves, map_leaves
+from hookline.values.nested import get_part, leaves
 from hookline.values.snapshots import same_bits
 from hookline.values.tables import one_line
 
@@ -316,7 +317,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     scripted = any(isinstance(one, torch.jit.ScriptModule) for one in module.modules())
     if scripted:  # which torch.func.functional_call does not take
         module, state = _copied_with(dump, module, state)
-    inputs = map_leaves(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
+    inputs = move_batch(inputs, device)
     own, wanted = _copied(dump, inputs)
     if dump.backward:
         for name, tensor in state.items():

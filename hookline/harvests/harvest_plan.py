@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +25,7 @@ from hookline.harvests.fingerprints import (
 )
 from hookline.harvests.row_extraction import BatchRows, RowExtractor
 from hookline.isolation.training_modes import modes_of
+from hookline.places.tree import walk
 from hookline.storage.store_json import read_description
 from hookline.values.tables import as_text, show_bytes
 
@@ -78,7 +78,7 @@ def describe(extractor: RowExtractor, world: int | None) -> dict[str, Any]:
 
 
 def _mode(model: nn.Module) -> str:
-    modes = modes_of(list(cast("Iterable[nn.Module]", model.modules())))
+    modes = modes_of([module for _, module in walk(model)])
     flags = [mode for mode in modes if mode is not None]
     if len(set(flags)) > 1:
         return f"a mixed ({digest(flags):08x})"

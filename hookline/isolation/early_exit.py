@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import cast
 
 from torch import Tensor, nn
 
 from hookline.engine.fsdp import recovers
 from hookline.isolation.random_state import RandomState, cuda_devices
+from hookline.places.tree import walk
 from hookline.torch_checks import require
 from hookline.torch_private import BatchNormBase, buffers_of, version_of
 from hookline.values.sharding import placements
@@ -48,7 +48,7 @@ class EarlyExit:
     def first(self) -> Generator[None]:
         """Watch the forward that runs inside."""
         state = RandomState(cuda_devices(self._model))
-        modules = list(cast("Iterable[nn.Module]", self._model.modules()))
+        modules = [module for _, module in walk(self._model)]
         before, versions = _buffers_and_versions(modules)
         yield
         now, versions_now = _buffers_and_versions(modules)

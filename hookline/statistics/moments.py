@@ -37,18 +37,19 @@ def _moments(values: Tensor, kept: Tensor | None) -> State:
     return {"count": count, "mean": mean, "squares": squares.clamp(min=0)}
 
 
-def _join_moments(one: State, other: State) -> State:
+def _join_means(one: State, other: State) -> tuple[State, Tensor, Tensor]:
+    """Return the joined count and mean, how far the means are apart, and the share of `other`."""
     count = one["count"] + other["count"]
-    share = _divided(other["count"], count)
+    # In float64: torch would divide integers in float32.
+    share = other["count"].to(torch.float64) / count.clamp(min=1)
     apart = other["mean"] - one["mean"]
-    mean = one["mean"] + apart * share
+    return {"count": count, "mean": one["mean"] + apart * share}, apart, share
+
+
+def _join_moments(one: State, other: State) -> State:
+    joined, apart, share = _join_means(one, other)
     squares = one["squares"] + other["squares"] + apart.square() * one["count"] * share
-    return {"count": count, "mean": mean, "squares": squares}
-
-
-def _divided(part: Tensor, count: Tensor) -> Tensor:
-    """Divide in float64: torch would divide integers in float32."""
-    return part.to(torch.float64) / count.clamp(min=1)
+    return joined | {"squares": squares}
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,13 +142,10 @@ class Covariance(Statistic):
         return {"mean": mean, "products": products, "count": count, "skipped": skipped}
 
     def _join(self, one: State, other: State) -> State:
-        count = one["count"] + other["count"]
-        share = _divided(other["count"], count)
-        apart = other["mean"] - one["mean"]
+        joined, apart, share = _join_means(one, other)
         products = one["products"] + other["products"]
         products.addr_(apart, apart, alpha=float(one["count"] * share))
-        mean = one["mean"] + apart * share
-        return {"mean": mean, "products": products} | sums(one, other, "count", "skipped")
+        return joined | {"products": products} | sums(one, other, "skipped")
 
     @property
     def mean(self) -> Tensor:
