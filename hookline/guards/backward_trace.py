@@ -49,9 +49,8 @@ class _PythonBackward(NamedTuple):
     around: NodeSpan
     came: list[Origin]  # of the bad gradients that it was given
     first: int  # the number of the first origin that may be found inside
-    trace: (
-        ForwardTrace | None
-    )  # what was shown to which trace until then, and what was running there
+    # The trace to which calls were shown until then, and the calls that were running there.
+    trace: ForwardTrace | None
     running: list[TracedCall]
 
 
@@ -90,7 +89,7 @@ class BackwardTrace:
             node = stack.pop()
             if node in self._nodes or not node.next_functions:
                 continue
-            self._nodes[node] = [node.register_hook(partial(self._at, node))]
+            self._nodes[node] = [node.register_hook(partial(self._leave, node))]
             if _is_python(node):
                 self._nodes[node].append(node.register_prehook(partial(self._enter, node)))
             stack += [follows for follows, _ in node.next_functions if follows is not None]
@@ -109,7 +108,7 @@ class BackwardTrace:
         self._ends.clear()
 
     def _enter(self, node: Any, given: tuple[Any, ...]) -> None:
-        """Assign what runs inside of a node to the call that made the node."""
+        """Attribute the calls and operations inside of a node to the call that made the node."""
         trace, made = self.trace, self._span(node)
         path = "" if made is None else made.path
         came = [o for n in range(len(given)) for o in self._of.get((node, n), ())]
@@ -128,7 +127,7 @@ class BackwardTrace:
         if self._operations is not None:
             self._operations.resume()
 
-    def _at(self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+    def _leave(self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         found: list[Origin] = []
         if _is_python(node):
             inner = self._inner.pop()
@@ -136,9 +135,9 @@ class BackwardTrace:
             inner.around.end = next_sequence_number()
             found = self.origins[inner.first :]
         with without_function_modes():
-            self._look(node, passed, given, found)
+            self._follow(node, passed, given, found)
 
-    def _look(
+    def _follow(
         self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...], inside: list[Origin]
     ) -> None:
         """Follow bad gradients through a node; `inside` are origins in what it ran itself."""
@@ -148,7 +147,7 @@ class BackwardTrace:
         came = _bad(given)
         origins = [o for n in came for o in self._of.get((node, n), ())]
         if not came:
-            origins = inside or self._handed(node)
+            origins = inside or self._passed_on(node)
             origins = origins or [self._origin("operation", node, passed, given)]
         elif not origins and self._inner and self._inner[-1].came:
             origins = self._inner[-1].came  # it came in where that begins, which is not known
@@ -156,7 +155,9 @@ class BackwardTrace:
             # Every share that flowed in was finite, or was none of the model's.
             met = (node, came[0])
             kind = self._joined(lambda edge: edge == met)
-            origins = [self._origin(kind, node, passed, given) if kind else self._unseen()]
+            origins = [
+                self._origin(kind, node, passed, given) if kind else self._inside_checkpoint()
+            ]
         for n in bad:
             edge: Edge = node.next_functions[n]
             before = self._of.get(edge, ())
@@ -196,7 +197,7 @@ class BackwardTrace:
         origin.given = _described(given, "gradient of the result")
         return self._add(origin)
 
-    def _handed(self, node: Any) -> list[Origin]:
+    def _passed_on(self, node: Any) -> list[Origin]:
         """Return the origins of bad inputs of the forward: its backward only passes them on.
 
         Some kernels return a finite result for bad inputs, and so does a sigmoid of an infinity.
@@ -215,7 +216,7 @@ class BackwardTrace:
         self.origins += [o for o in wrong if o not in self.origins]
         return wrong
 
-    def _unseen(self) -> Origin:
+    def _inside_checkpoint(self) -> Origin:
         """Return an origin inside a checkpoint, of which only the graphs of modules are seen."""
         node, path, first = "", "", len(self.origins)
         if self._inner:

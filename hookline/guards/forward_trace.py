@@ -121,7 +121,7 @@ class ForwardTrace:
                 if kind == "buffer" and not operations and not is_bad(tensor):
                     self._sound.add(_memory(tensor))
 
-    def give(self, running: TracedCall, inputs: Any) -> None:
+    def _note_inputs(self, running: TracedCall, inputs: Any) -> None:
         """Note the inputs of the call that came in bad, by name; others may be made so in place."""
         first = next(iter(inputs), None)
         for path, tensor in bad_leaves(inputs):
@@ -165,7 +165,7 @@ class ForwardTrace:
     def _ordered(self, origins: Iterable[Origin]) -> tuple[Origin, ...]:
         return tuple(sorted(set(origins), key=self.origins.index)[:_MOST])
 
-    def let_go(self, tensor: Tensor) -> None:
+    def forget(self, tensor: Tensor) -> None:
         """Forget the origins of a tensor that was written to, and is finite now."""
         memory = _memory(tensor)
         if memory in self._of:
@@ -220,26 +220,26 @@ class ForwardTrace:
         path, given = self.names.get(id(module), ""), kept_value(inputs)
         running = TracedCall(module, path, self.clock, next_sequence_number(), given, positional)
         if module is self.called and not self.running:
-            self.give(running, inputs)
+            self._note_inputs(running, inputs)
         if not self.sees_operations:
             bad = [tensor for _, tensor in bad_leaves(inputs)]
-            running.origins = self._of_inputs(bad)
+            running.origins = self._origins_of_inputs(bad)
         self.running.append(running)
         if self.sample is not None and self.sample.number == self.clock:
-            self.sample.of(running)
+            self.sample.keep_call(running)
 
-    def _of_inputs(self, bad: list[Tensor]) -> tuple[Origin, ...]:
+    def _origins_of_inputs(self, bad: list[Tensor]) -> tuple[Origin, ...]:
         """Return the origins of the bad inputs of a call, if only calls of modules are seen."""
         found: list[Origin] = []
         for tensor in bad:
             origins = self.origins_of(tensor)
             if not origins and self.running:  # made in the forward that called this
-                origins = self._inside(self.running[-1], tensor)
+                origins = self._origins_inside(self.running[-1], tensor)
                 self._follow([tensor], origins)
             found += origins
         return tuple(dict.fromkeys(found))
 
-    def _inside(self, running: TracedCall, value: Tensor) -> tuple[Origin, ...]:
+    def _origins_inside(self, running: TracedCall, value: Tensor) -> tuple[Origin, ...]:
         """Return the origins of a value that a forward made: calls in it, its inputs, or itself."""
         made = [o for o in self.origins if o.number > running.number]
         found = [o for o in dict.fromkeys((*made, *running.inner)) if not o.meant]
@@ -258,7 +258,7 @@ class ForwardTrace:
             origin.values = label_tensors({"": value})
             origin.given = label_tensors(running.inputs)
             origin.sample = ProducerSample(running.number, operation=False)
-            origin.sample.of(running)
+            origin.sample.keep_call(running)
         return (self._add(origin),)
 
     def _explains(self, origins: tuple[Origin, ...], tensor: Tensor) -> bool:
@@ -284,7 +284,7 @@ class ForwardTrace:
                 origin.ignored = origin.meant = True
                 self._follow([tensor], (self._add(origin),))
             elif not self._explains(self.origins_of(tensor), tensor):
-                self._follow([tensor], self._inside(running, tensor))
+                self._follow([tensor], self._origins_inside(running, tensor))
             if self.running:
                 self.running[-1].inner += self.origins_of(tensor)
         self._take_sample(running, output)
@@ -303,9 +303,9 @@ class ForwardTrace:
             if origin.sample is not None and origin.number == running.number:
                 origin.sample.output = kept_value(output)
         if self.sample is not None and self.sample.number == running.number:
-            self.sample.take(output)
+            self.sample.keep_output(output)
         if self.sample is not None and self.sample.module is running.module:
-            self.sample.take_whole(output)
+            self.sample.keep_module_gradients(output)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -352,7 +352,7 @@ class OperationMode(Mode):
         changed = [t for t, v in zip(given, versions, strict=True) if count_of_writes(t) != v]
         made = [t for _, t in leaves(output)] + changed
         if sample is not None:
-            sample.take(output if leaves(output) else changed[:1])
+            sample.keep_output(output if leaves(output) else changed[:1])
         if self.recomputed is not None:
             self.recomputed(made)
         if use:
@@ -371,7 +371,7 @@ class OperationMode(Mode):
             trace.note_operation(name, use, module, (args, kwargs), bad, wrong, frame)
         for tensor in changed:
             if not is_bad(tensor):
-                trace.let_go(tensor)
+                trace.forget(tensor)
         return output
 
     def _caller(self, name: str, frame: FrameType) -> tuple[nn.Module | None, int]:
@@ -391,7 +391,7 @@ class OperationMode(Mode):
         sample.settings = RunSettings()
         running = self.trace.innermost(module)
         if running is not None:
-            sample.of(running)
+            sample.keep_call(running)
 
 
 class _ModuleHandler(Handler):

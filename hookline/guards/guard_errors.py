@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,12 +27,14 @@ from hookline.guards.origin_search import (
     take_sample,
 )
 from hookline.guards.origins import IgnoredPlaces, Labelled, Origin, show_line
+from hookline.guards.producer_samples import ProducerSample
 from hookline.places.tree import join, tensors_of, walk
 from hookline.values.nested import show_path
 
 __all__ = ["ErrorBuilder", "bad_gradients", "label_of"]
 
 T = TypeVar("T")
+_DIFFERENT = "The second run was bad at other places than the first: something of it is random."
 _OTHERWISE = (
     "What is shown is of a third run, which made finite numbers here: something of it is random, "
     "or counts its calls."
@@ -93,8 +95,7 @@ class ErrorBuilder:
                 continue
             if not found.origins:
                 return None  # all of it is ignored
-            fault = fault_of(found.origins, found.trace.often, kept.number, seen or found.seen)
-            raise self.build(kept, found.origins[0], fault, scale)
+            raise self.build(kept, found, seen or found.seen, scale)
         return doubts
 
     def _search_call(
@@ -118,9 +119,13 @@ class ErrorBuilder:
         return None if found.origins and scale > 1 else found  # the scaler will see these
 
     def build(
-        self, kept: KeptCall, origin: Origin, fault: Fault, scale: float = 1.0
+        self, kept: KeptCall, found: SearchResult, seen: Labelled, scale: float = 1.0
     ) -> NonFiniteError:
-        """Return the error for a fault, with the inputs of its producer and a dump of them."""
+        """Return the error for a call, with the inputs of the producer and a dump of them."""
+        origin = found.origins[0]
+        fault = fault_of(found.origins, found.trace.often, kept.number, seen)
+        if not found.same:
+            fault.remarks.append(_DIFFERENT)
         sample, doubts = origin.sample, list[str]()
         if origin.number and kept.trace is None:
             sample = self.run_again(doubts, take_sample, kept, self.ignored, origin, scale)
@@ -134,20 +139,30 @@ class ErrorBuilder:
             fault.values = [("", TensorDescription.of(given[origin.parts]))]
         if fault.operation and not fault.source:  # in a module of torch's that the model holds
             fault.source = show_line(kept.line)
-        if self.to is None and origin.kind in _PRODUCERS:
+        if origin.kind in _PRODUCERS:
+            self._write_dump(fault, sample, kept, doubts)
+        return self._complete(fault)
+
+    def _write_dump(
+        self, fault: Fault, sample: ProducerSample | None, kept: KeptCall, doubts: list[str]
+    ) -> None:
+        """Write a dump if that was asked for, and tell in the fault where it is or why not."""
+        if self.to is None:
             fault.dump = _NOT_WRITTEN
-        elif self.to is not None and origin.kind in _PRODUCERS:
-            if sample is None:
-                why = doubts or ["what the producer was given is not known"]
-                fault.remarks.append(f"No dump was written: {why[0]}.")
-                return self.complete(fault)
+        elif sample is None:
+            why = doubts or ["what the producer was given is not known"]
+            fault.remarks.append(f"No dump was written: {why[0]}.")
+        else:
             try:
                 fault.folder = write_dump(self.to, fault, sample, kept)
                 fault.dump = f"{fault.folder}: hookline.replay runs it again"
             except (OSError, RuntimeError, HooklineError) as error:  # what was found counts more
                 why = str(error).rstrip(".")
                 fault.remarks.append(f"The dump could not be written: {why}.")
-        return self.complete(fault)
+
+    def build_outside(self, origins: Sequence[Origin], step: int, seen: Labelled) -> NonFiniteError:
+        """Return the error for origins that no call of the model contains."""
+        return self._complete(fault_of(origins, set(), step, seen))
 
     def build_unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]
@@ -158,10 +173,10 @@ class ErrorBuilder:
         held = [(join(path, name), t) for path, m in walk(self.model) for name, t in tensors_of(m)]
         bad = [name for name, t in held if is_bad(t) and not is_mask(t)]
         fault.remarks += [f"{name!r} holds such numbers now." for name in bad[:1]]
-        return self.complete(fault)
+        return self._complete(fault)
 
-    def complete(self, fault: Fault) -> NonFiniteError:
-        """Return the error for a complete fault."""
+    def _complete(self, fault: Fault) -> NonFiniteError:
+        """Return the error for a fault, with the class of the module that it is in."""
         if fault.kind not in ("parameter", "buffer", "input", "loss", "unknown"):
             with suppress(AttributeError):  # a parameter's, in a sum
                 fault.owner = type(self.model.get_submodule(fault.path)).__name__

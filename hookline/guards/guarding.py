@@ -25,7 +25,6 @@ from hookline.engine.lifecycle import enter, leave
 from hookline.engine.tensor_hooks import GradientHook
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.backward_trace import BackwardTrace
-from hookline.guards.faults import fault_of
 from hookline.guards.finite_checks import (
     TensorDescription,
     all_finite,
@@ -46,7 +45,6 @@ from hookline.values.nested import leaves
 
 __all__ = ["guard"]
 
-_DIFFERENT = "The second run was bad at other places than the first: something of it is random."
 _FINITE = (
     "the second run gave finite gradients: they came from outside of the model, or from an edit of "
     "gradients, or something of it is random"
@@ -336,11 +334,9 @@ class guard(Context):
             for path, tensor in bad:
                 self._meant[kept.path, *path] = cast(Tensor, float_values(tensor)).isfinite()
             return
-        fault = fault_of(found.origins, found.trace.often, kept.number, seen)
         if not found.same:
-            fault.remarks.append(_DIFFERENT)
             self._look_closely()
-        raise self._errors.build(kept, found.origins[0], fault)
+        raise self._errors.build(kept, found, seen)
 
     def _counts(self, kept: KeptCall, path: Part, tensor: Tensor) -> bool:
         """Return True for an output that is bad, and not ignored."""
@@ -366,8 +362,7 @@ class guard(Context):
         if found.origins:
             bad = [(p, t) for p, t in leaves(output) if self._counts(kept, p, t)]
             seen: Labelled = [(label_of(p, kept.path), TensorDescription.of(t)) for p, t in bad]
-            fault = fault_of(found.origins, found.trace.often, kept.number, seen)
-            raise self._errors.build(kept, found.origins[0], fault)
+            raise self._errors.build(kept, found, seen)
         if (id(module), kept.number) in self._calls:
             names = parameter_names(self._model) | kept.names()
             kept.backward = BackwardTrace(kept.trace, names, cast(ModuleHooks, self._modules))
@@ -455,11 +450,11 @@ class guard(Context):
         for kept, wrong in given:
             if wrong:
                 origin = Origin("loss", "", backward=True, values=wrong)
-                raise self._errors.complete(fault_of([origin], set(), kept.number, seen or wrong))
+                raise self._errors.build_outside([origin], kept.number, seen or wrong)
         step = calls[0].number if calls else self._step
         if bad and not doubts and all(kept.trace is not None for kept in calls):
             beside = Origin("loss", "", backward=True)  # all that the calls passed on was finite
-            raise self._errors.complete(fault_of([beside], set(), step, seen))
+            raise self._errors.build_outside([beside], step, seen)
         if bad or doubts or sure:
             raise self._unknown(step, True, seen, doubts or [_FINITE])
 
@@ -473,7 +468,7 @@ class guard(Context):
         seen: Labelled = [(f"the gradient of {n!r}", TensorDescription.of(g)) for n, g in bad]
         origins = [Origin("sum", name, backward=True, node=ADDING) for name, _ in bad]
         origins[0].values = [("gradient", seen[0][1])]
-        raise self._errors.complete(fault_of(origins, set(), self._step, seen))
+        raise self._errors.build_outside(origins, self._step, seen)
 
     def _unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]

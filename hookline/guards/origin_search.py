@@ -124,7 +124,8 @@ def _run_both(kept: KeptCall, trace: ForwardTrace, scale: float) -> tuple[Any, B
     with kept.again(gradients=True) as (args, kwargs, inputs), modules:
         with operations:
             output = kept.called(*args, **kwargs)
-        wanted = _trainable(kept) + inputs
+        paths = parameter_names(kept.parts.model)
+        wanted = [(paths[id(p)], p) for p in kept.parts.parameters if p.requires_grad] + inputs
         names = {id(tensor): name for name, tensor in wanted}
         backward = BackwardTrace(trace, names, modules, operations)
         try:
@@ -135,11 +136,6 @@ def _run_both(kept: KeptCall, trace: ForwardTrace, scale: float) -> tuple[Any, B
         finally:
             backward.remove()
     return output, backward
-
-
-def _trainable(kept: KeptCall) -> list[tuple[str, Tensor]]:
-    names = parameter_names(kept.parts.model)
-    return [(names[id(p)], p) for p in kept.parts.parameters if p.requires_grad]
 
 
 def _gradients(
@@ -154,11 +150,10 @@ def _gradients(
             given.append(gradient / scale if scale != 1 else gradient)
     if not ends or not wanted:
         return {}
-    tensors = [tensor for _, tensor in wanted]
-    names = [name for name, _ in wanted]
     if has_reentrant_checkpoint(graph_nodes(ends)):
         torch.autograd.backward(ends, given)  # to .grad, which is None inside of `kept.again`
         return {name: tensor.grad for name, tensor in wanted}
+    names, tensors = zip(*wanted, strict=True)
     found = torch.autograd.grad(ends, tensors, given, allow_unused=True)
     return dict(zip(names, found, strict=True))
 

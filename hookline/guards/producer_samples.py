@@ -58,24 +58,24 @@ class ProducerSample:
         self.gradients: dict[Path, Tensor] = {}  # of what was made
         self.module_gradients: dict[Path, Tensor] = {}
 
-    def of(self, running: TracedCall) -> None:
-        """Keep what is known of a running call."""
+    def keep_call(self, running: TracedCall) -> None:
+        """Keep the inputs and settings of a running call."""
         self.inputs, self.positional = running.inputs, running.positional
         self.path, self.module = running.path, running.module
         self.module_settings = running.settings
 
-    def take(self, made: Any) -> None:
-        """Take the output."""
+    def keep_output(self, made: Any) -> None:
+        """Keep the output, and the gradients that reach it."""
         self.output = kept_value(made)
-        self._await(made, self.gradients)
+        self._keep_gradients(made, self.gradients)
 
-    def take_whole(self, output: Any) -> None:
-        """Take the output of the call around the operation: the first that ends."""
+    def keep_module_gradients(self, output: Any) -> None:
+        """Keep the gradients of the module around the operation, of its first call that ends."""
         if not self._ended:
             self._ended = True
-            self._await(output, self.module_gradients)
+            self._keep_gradients(output, self.module_gradients)
 
-    def _await(self, value: Any, kept: dict[Path, Tensor]) -> None:
+    def _keep_gradients(self, value: Any, kept: dict[Path, Tensor]) -> None:
         for path, tensor in leaves(value) if self._backward else ():
             if tensor.requires_grad and tensor.grad_fn is not None:
 

@@ -35,6 +35,7 @@ from hookline.values.tables import one_line
 
 __all__ = ["Replay", "replay"]
 
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _WRITTEN = "Give a folder that a guard has written."
 _GIVEN = "give the folder as a guard has written it, and the model that was guarded."
 _TOLD = 'Guard it again with a folder: guard(model, to="dumps").'
@@ -68,12 +69,6 @@ class Replay:
         lines = [f"  {label:{width}}  {text}" for label, text in rows]
         head = f"Replay of {self.place!r}, {way} of {self.what}: {said}{exactly}"
         return "\n".join([head, *lines])
-
-
-def _autocast(kind: str, enabled: bool, name: str) -> torch.dtype | None:
-    """Return the dtype of autocast, if it was on."""
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[name] if enabled else None
-    return dtype if kind in ("cpu", "cuda") else None
 
 
 class _Dump:
@@ -183,8 +178,9 @@ def _settings(
         with ExitStack() as stack:
             stack.enter_context(isolated(*map(ModuleIndex, modules)))
             stack.enter_context(torch.autocast(device, enabled=False))
-            for one in told["autocast"]:
-                if (dtype := _autocast(*one)) is not None:
+            for kind, enabled, name in told["autocast"]:
+                dtype = _AUTOCAST[name] if enabled else None
+                if dtype is not None and kind in ("cpu", "cuda"):
                     stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(torch.set_grad_enabled(dump.backward))
             torch.set_rng_state(state)
