@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.errors import HarvestError
 from hookline.harvests.fingerprints import (
@@ -26,6 +26,7 @@ from hookline.harvests.fingerprints import (
 from hookline.harvests.row_extraction import BatchRows, RowExtractor
 from hookline.isolation.training_modes import modes_of
 from hookline.places.tree import walk
+from hookline.storage.store_files import HEADER
 from hookline.storage.store_json import read_description
 from hookline.values.tables import as_text, show_bytes
 
@@ -131,7 +132,7 @@ class HarvestPlan:
         if self.batches is None:
             return None
         left = max(0, self.batches - self.done)
-        return left * self.batch_bytes * self.ranks + 65536 * (len(self.rows) + 2) * self.ranks
+        return (left * self.batch_bytes + HEADER * (len(self.rows) + 2)) * self.ranks
 
     def check_space(self) -> None:
         """Raise if it does not fit on the disk."""
@@ -175,12 +176,11 @@ def plan_for(
     rows: list[tuple[str, str, int, str, int]] = []
     other = sum(len(str(one)) + 8 if isinstance(one, str) else 8 for one in batch_rows.ids or ())
     for place, value in batch_rows.rows.items():
-        varies = not isinstance(value, Tensor)
-        pieces = value if isinstance(value, list) else [value]
-        first = pieces[0] if pieces else None
-        shape = () if first is None else tuple(first.shape[1:])
+        varies = isinstance(value, list)
+        pieces = value if varies else [value]
+        shape = tuple(pieces[0].shape[1:]) if pieces else ()
         row = f"{shape}{' each position' if varies else ''}"
-        dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+        dtype = str(pieces[0].dtype).removeprefix("torch.") if pieces else ""
         size = sum(piece.nbytes for piece in pieces)
         rows.append((place or "''", row, sum(map(len, pieces)), dtype, size))
         other += 8 * len(pieces) if varies else 0
@@ -188,7 +188,7 @@ def plan_for(
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    varies = any(not isinstance(value, Tensor) for value in batch_rows.rows.values())
+    some_vary = any(isinstance(value, list) for value in batch_rows.rows.values())
     return HarvestPlan(
         str(folder),
         tuple(rows),
@@ -197,7 +197,7 @@ def plan_for(
         done,
         ranks,
         free,
-        varies,
+        some_vary,
         other,
         stops,
     )
