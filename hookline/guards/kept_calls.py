@@ -5,7 +5,6 @@
 - `BufferCopies`: the buffers of a model, copied before a call if calls change them
 - `CallHolder`: a hook that keeps a call as long as its graph lives
 - `count_of_writes(tensor)`: how often it was changed in place
-- `copy_with_leaves(value, wanted)`: a copy of a nested value, and the leaves of autograd in it
 - `split_arguments(inputs, positional)`: arguments by name as those by position and by keyword
 - `autocast_settings(kinds)`: whether autocast is on for these kinds of devices, and its dtypes
 - `unwrapped(model)`, `is_spread(model)`: which model can be run again in one process
@@ -13,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from torch.utils import hooks as torch_hooks
 
 from hookline.engine.fsdp import is_gathered
 from hookline.guards.finite_checks import finite_probe
+from hookline.isolation.backward import copy_with_leaves
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.module_index import ModuleIndex
 from hookline.isolation.random_state import RandomState
@@ -47,7 +47,6 @@ __all__ = [
     "KeptCall",
     "ModelParts",
     "autocast_settings",
-    "copy_with_leaves",
     "count_of_writes",
     "is_spread",
     "split_arguments",
@@ -62,25 +61,6 @@ _MOST = 2**28  # bytes of buffers that are copied before it is known which of th
 def count_of_writes(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; -1 for an inference tensor."""
     return -1 if tensor.is_inference() else version_of(tensor)
-
-
-def copy_with_leaves(value: Any, wanted: Callable[[Tensor], bool]) -> tuple[Any, dict[int, Tensor]]:
-    """Copy a nested value; return new leaves that require grad for the tensors that are wanted.
-
-    The leaves are returned by the ids of the original tensors.
-    """
-    found: dict[int, Tensor] = {}
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        copy = leaf.detach().clone()
-        if not wanted(leaf):
-            return copy
-        found[id(leaf)] = copy.requires_grad_()
-        return copy.clone()  # the model may change it in place, which a leaf does not allow
-
-    return map_leaves(copied, value), found
 
 
 def split_arguments(

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
-from hookline.guards.kept_calls import copy_with_leaves, split_arguments, unwrapped
+from hookline.guards.kept_calls import split_arguments, unwrapped
 from hookline.guards.origins import Labelled, label_tensors
+from hookline.isolation.backward import copy_with_leaves, is_differentiable
 from hookline.isolation.batches import move_batch
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.module_index import ModuleIndex
@@ -193,14 +194,10 @@ def _settings(
         raise ReplayError(asked, found, f"If it was changed or does not fit: {_GIVEN}") from error
 
 
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _copied(dump: _Dump, value: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Return a copy of the arguments, and for a backward the leaves in it by name."""
     names = {id(tensor): f"{prefix}{path[-1] if path else ''}" for path, tensor in leaves(value)}
-    made, found = copy_with_leaves(value, lambda one: dump.backward and _is_differentiable(one))
+    made, found = copy_with_leaves(value, lambda one: dump.backward and is_differentiable(one))
     return made, {names[ident]: leaf for ident, leaf in found.items()}
 
 
@@ -317,7 +314,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     own, wanted = _copied(dump, inputs)
     if dump.backward:
         for name, tensor in state.items():
-            if name in parameters and _is_differentiable(tensor):
+            if name in parameters and is_differentiable(tensor):
                 wanted[name] = state[name] = tensor.requires_grad_()
     args, kwargs = split_arguments(own, told["positional"])
     with _settings(dump, told, device.type, module):
