@@ -264,7 +264,7 @@ class _PatternAsk(CaptureAsk):
         self, port: str, options: Options, operation: str, named: bool, **place: Any
     ) -> None:
         super().__init__(port, options, operation=operation, **place)
-        self.named = named  # whether it was asked for by the name of the operation
+        self.named = named  # True if it was asked for by the operation's name
         keep = partial(_keep_given, options, operation.partition("#")[0], port, named)
         self.keep = partial(keep, settle)
         self.keep_copy = partial(keep, duplicate)

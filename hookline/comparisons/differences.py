@@ -39,13 +39,13 @@ class Difference:
     shape: str
     dtype: str
     dtype_b: str
-    calls: int  # that were compared
+    calls: int  # the number of calls that were compared
     call: int  # where the relative error is the largest
     error: float  # the largest absolute error; infinite where only one value is finite
     relative: float  # the norm of the difference, as a multiple of the norm of the first value
-    cosine: float  # of the two values, as vectors of what is finite in both; NaN if nothing is
+    cosine: float  # of the two values as vectors, where both are finite; NaN if nowhere
     tolerance: float
-    remark: str = ""  # what numbers do not tell
+    remark: str = ""  # says why the values cannot be compared
 
     @property
     def diverges(self) -> bool:

@@ -35,7 +35,7 @@ __all__ = ["Metric", "PatchJob", "Shapes", "SweepRunner", "not_called", "one_num
 
 Metric = Callable[[Any], Any]
 Shapes = dict[Place, list[torch.Size]]  # one for each call
-_Maker = Callable[[Place, Tensor, "int | None", Call], Tensor]  # of a part of a value
+_Maker = Callable[[Place, Tensor, "int | None", Call], Tensor]  # makes new values for a part
 
 
 class PatchJob(NamedTuple):
@@ -99,7 +99,7 @@ class SweepRunner:
         self.copies, self.samples = 1, 0
         self.together: set[Place] = set()  # where several changes can be tried in one forward
         self.divided: set[Path] = set()  # the parts of the output that have rows of each copy
-        self.output: Any = None  # of the corrupt batch as it is
+        self.output: Any = None  # that of the unchanged corrupt batch
 
     def baseline(self, places: list[Place]) -> float:
         """Return the metric of the corrupt batch without changes."""
@@ -136,7 +136,7 @@ class SweepRunner:
         if copies < 2 or len(firsts) != 1 or not samples or callable(self.batch):
             return
         alone, self.samples = self.output, samples[0]
-        self.copies = max(copies, 3)  # so that one has others on both sides
+        self.copies = max(copies, 3)  # one then has others on both sides
         try:
             why = self._try_copies(places)
         except Exception as error:  # noqa: BLE001 - a model may refuse another size as it likes

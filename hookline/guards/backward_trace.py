@@ -47,7 +47,7 @@ class _PythonBackward(NamedTuple):
 
     node: Any
     around: NodeSpan
-    came: list[Origin]  # of the bad gradients that it was given
+    came: list[Origin]  # origins of its bad incoming gradients
     first: int  # the number of the first origin that may be found inside
     # The trace to which calls were shown until then, and the calls that were running there.
     trace: ForwardTrace | None
@@ -69,9 +69,9 @@ class BackwardTrace:
         operations: OperationMode | None = None,
     ) -> None:
         self.trace, self._modules, self._operations = trace, modules, operations
-        self.names = names  # of parameters and inputs, by id
+        self.names = names  # names of parameters and inputs, by id
         self.bad: dict[str, tuple[Origin, ...]] = {}
-        self.seen: Labelled = []  # what reached them
+        self.seen: Labelled = []  # the bad gradients that reached them
         self.origins: list[Origin] = []
         self._ends: list[Edge] = []  # where gradients come in
         self._of: dict[Edge, tuple[Origin, ...]] = {}
@@ -112,7 +112,7 @@ class BackwardTrace:
         trace, made = self.trace, self._span(node)
         path = "" if made is None else made.path
         came = [o for n in range(len(given)) for o in self._of.get((node, n), ())]
-        with without_function_modes():  # what is computed here is not the model's
+        with without_function_modes():  # these computations are not the model's
             trace.clock += 1
             around = NodeSpan(next_sequence_number(), sys.maxsize, trace.clock, path)
             module = trace.model.get_submodule(path)
@@ -283,7 +283,7 @@ def _saved(node: Any) -> list[Tensor] | None:
             found: list[Any] = [node.saved_tensors, vars(node)]
         else:
             found = saved_for_backward(node)
-    except RuntimeError:  # of hooks on saved tensors, as a checkpoint's
+    except RuntimeError:  # raised by hooks on saved tensors, as a checkpoint's
         return None
     return [tensor for _, tensor in leaves(found)]
 

@@ -110,7 +110,7 @@ def read_value(content: Any, tensors: dict[str, Tensor], level: int = 0) -> Any:
         "number": lambda: complex(*map(read, content)),
         "ellipsis": lambda: ...,
         "slice": lambda: slice(*map(read, content)),
-        "device": lambda: torch.device("cpu"),  # what was there is here now
+        "device": lambda: torch.device("cpu"),  # the tensors of a dump are on the CPU now
         "torch": lambda: _WORDS[content],
         "tuple": lambda: tuple(map(read, content)),
         "dict": lambda: {read(key): read(value) for key, value in content},

@@ -66,7 +66,7 @@ class Fault:
     owner: str = ""  # the class of the module
     path: str = ""  # and its name
     folder: Path | None = None
-    dump: str = ""  # what is told of it
+    dump: str = ""  # where the dump is, or why there is none
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that a dump contains."""

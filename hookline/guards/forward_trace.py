@@ -77,8 +77,8 @@ class TracedCall:
     inputs: Any
     positional: int
     settings: RunSettings = field(default_factory=RunSettings)
-    origins: tuple[Origin, ...] = ()  # of what it was given
-    inner: list[Origin] = field(default_factory=list["Origin"])  # of what calls in it have returned
+    origins: tuple[Origin, ...] = ()  # of its inputs
+    inner: list[Origin] = field(default_factory=list["Origin"])  # of the outputs of calls in it
 
 
 @dataclass(eq=False, slots=True)
@@ -92,7 +92,7 @@ class NodeSpan:
     operation: str = ""
     use: int = 0
     source: str = ""
-    origins: tuple[Origin, ...] = ()  # of what was given bad
+    origins: tuple[Origin, ...] = ()  # of its bad inputs
 
 
 class ForwardTrace:
@@ -114,7 +114,7 @@ class ForwardTrace:
         self._inputs: dict[int, tuple[Origin, Tensor]] = {}
         for path, module in walk(self.model):
             for name, tensor in tensors_of(module):
-                if is_lazy(tensor):  # of a module that was not called so far
+                if is_lazy(tensor):  # the module was not called so far
                     continue
                 kind = "parameter" if name in parameters_of(module) else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
@@ -299,7 +299,7 @@ class ForwardTrace:
 
     def _take_sample(self, running: TracedCall, output: Any) -> None:
         """Keep the output of a call of which a sample is taken."""
-        for origin in self.origins:  # what it made may be a part of its output, or lie before it
+        for origin in self.origins:  # its value may be a part of the output, or come before it
             if origin.sample is not None and origin.number == running.number:
                 origin.sample.output = kept_value(output)
         if self.sample is not None and self.sample.number == running.number:
@@ -402,7 +402,7 @@ class _ModuleHandler(Handler):
         if context is None or context.trace is None:
             return UNCHANGED
         self.fired += 1
-        with without_function_modes():  # what is computed here is not the model's
+        with without_function_modes():  # these computations are not the model's
             if self.target.port == "output":
                 context.trace.leave(self.target.module, value)
             else:

@@ -40,7 +40,7 @@ _OTHERWISE = (
     "or counts its calls."
 )
 _NOT_WRITTEN = 'not written: guard(model, to="dumps") writes one for hookline.replay'
-_PRODUCERS = ("operation", "module", "memory", "outside")  # that can be run again
+_PRODUCERS = ("operation", "module", "memory", "outside")  # kinds that can be run again
 
 
 def label_of(path: tuple[Any, ...], called: str = "") -> str:
@@ -68,7 +68,7 @@ class ErrorBuilder:
         self, model: nn.Module, ignored: IgnoredPlaces, to: str | Path | None, scaled: bool
     ) -> None:
         self.model, self.ignored, self.to, self.scaled = model, ignored, to, scaled
-        self.busy = False  # whether a call is being run again
+        self.busy = False  # True while a call is run again
 
     def run_again(self, doubts: list[str], search: Callable[..., T], *given: Any) -> T | None:
         """Run a call again; an error of that run is one more doubt."""
@@ -156,7 +156,7 @@ class ErrorBuilder:
             try:
                 fault.folder = write_dump(self.to, fault, sample, kept)
                 fault.dump = f"{fault.folder}: hookline.replay runs it again"
-            except (OSError, RuntimeError, HooklineError) as error:  # what was found counts more
+            except (OSError, RuntimeError, HooklineError) as error:  # the fault counts more
                 why = str(error).rstrip(".")
                 fault.remarks.append(f"The dump could not be written: {why}.")
 

@@ -49,10 +49,10 @@ _FINITE = (
     "the second run gave finite gradients: they came from outside of the model, or from an edit of "
     "gradients, or something of it is random"
 )
-_GRAPHS = 4  # that are held, where all nodes are looked at, until their backward comes
+_GRAPHS = 4  # graphs with hooks on all nodes that are kept until their backward
 _RECENT = 64
 Part = tuple[Any, ...]
-Key = tuple[int, int]  # of a call: the id of the module, and which call of it
+Key = tuple[int, int]  # a call: the id of the module, and the number of the call
 
 
 class _GuardHandler(Handler):
@@ -86,7 +86,7 @@ class _BackwardPass:
     def __init__(self) -> None:
         self.probes: list[tuple[_GuardHandler, Tensor]] = []
         self.calls: dict[Key, KeptCall] = {}
-        self.skipped = False  # whether it is left to the scaler
+        self.skipped = False  # True if it is left to the scaler
         # The parameters that had a gradient already: which one, and its version.
         self.before: dict[str, tuple[_GuardHandler, int, int]] = {}
 
@@ -252,9 +252,9 @@ class guard(Context):
         running[:] = [(one, kept) for one, kept in running if not _is_over(one)]
         if running and running[-1][1].called is not module:  # a part of that call
             return
-        self._check_pending()  # of a call without a backward
+        self._check_pending()  # for a call without a backward
         if backward_id() == -1:
-            self._passes.clear()  # of backwards that raised
+            self._passes.clear()  # backwards that raised have left them
         if self._parts[id(module)].are_exchanged():
             self._find_more()
         kept = KeptCall(self._parts[id(module)], inputs, call.positional)

@@ -152,8 +152,8 @@ class ModelParts:
         self.parameters = list(called.parameters())
         self.buffers = BufferCopies(called, names)
         self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
-        self.changes_inputs = False  # whether a call was seen to change what it was given
-        # By mode, whether a call was seen to draw from numpy.
+        self.changes_inputs = False  # True once a call has changed its inputs
+        # By training mode, True if a call was seen to draw random numbers from numpy.
         self.draws: dict[bool | None, bool] = {}
         self._held = [held for m in self.modules for held in (submodules_of(m), parameters_of(m))]
         self._known = self._identities()
@@ -162,7 +162,7 @@ class ModelParts:
         """Return True if modules or parameters were added, removed or exchanged since."""
         return self._identities() != self._known
 
-    def _identities(self) -> list[int]:  # of what is alive: all that was found is kept here
+    def _identities(self) -> list[int]:  # all are alive: this object keeps them
         return [*map(id, chain.from_iterable(held.values() for held in self._held))]
 
 
@@ -194,10 +194,10 @@ class KeptCall:
         self.cache = torch.is_autocast_cache_enabled()
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.lost: list[str] = []  # buffers that it changed and that were not copied
-        self.gradients: dict[Path, tuple[Tensor, int]] = {}  # of its outputs, when they come
+        self.gradients: dict[Path, tuple[Tensor, int]] = {}  # of its outputs, as they arrive
         self.outputs: list[tuple[Path, Tensor]] = []  # until they were checked
-        self.number = 0  # of the call
-        self.line: Any = None  # of the program, that called
+        self.number = 0  # the index of the call
+        self.line: Any = None  # the line of the program that called
         self.trace: Any = None  # where every module is checked: what is known of the call
         self.backward: Any = None
 

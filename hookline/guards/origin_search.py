@@ -46,8 +46,8 @@ class SearchResult:
     trace: ForwardTrace
     origins: list[Origin] = field(default_factory=list[Origin])
     seen: Labelled = field(default_factory=Labelled)
-    bad: bool = False  # whether the second run was bad at all
-    same: bool = True  # whether it was bad where the first was
+    bad: bool = False  # True if the second run was bad at all
+    same: bool = True  # False if it was bad at other places than the first
 
 
 def _run(kept: KeptCall, trace: ForwardTrace, args: Any, kwargs: Any) -> Any:

@@ -49,19 +49,19 @@ class Origin:
     """A producer of numbers that are not finite, or the place where they came in."""
 
     kind: str  # operation, memory, module, parameter, buffer, input, loss, sum, outside
-    path: str  # of the module, or of the parameter
+    path: str  # the module's or the parameter's
     backward: bool = False
     operation: str = ""
     use: int = 0  # which use of that operation in the module's call
-    node: str = ""  # of autograd, in a backward
+    node: str = ""  # the autograd node, in a backward
     source: str = ""  # the line of the user's program
-    number: int = 0  # of the operation or call in a trace, by which it is found in another
+    number: int = 0  # its operation or call in a trace, to find it in another trace
     meant: bool = False
     ignored: bool = False
     values: Labelled = field(default_factory=lambda: cast(Labelled, []))
     given: Labelled = field(default_factory=lambda: cast(Labelled, []))
-    sample: Any = None  # what it was given and made, where that was kept at once
-    parts: Parts = ()  # of an input
+    sample: Any = None  # its inputs and outputs, if they were kept at once
+    parts: Parts = ()  # for an input, its path in the arguments
 
     def place(self, often: set[tuple[str, str]]) -> Place:
         """Return its place, with the number of the use for an operation that is used often.

@@ -46,16 +46,16 @@ class ProducerSample:
 
     def __init__(self, number: int, operation: bool, backward: bool = False) -> None:
         self.number, self.is_operation, self._backward = number, operation, backward
-        self.function: Any = None  # of an operation
-        self.arguments: tuple[Any, Any] | None = None  # of an operation, as they were passed
-        self.inputs: Any = None  # of the module, by name; None if its call had ended before
+        self.function: Any = None  # for an operation
+        self.arguments: tuple[Any, Any] | None = None  # for an operation, as they were passed
+        self.inputs: Any = None  # the module's, by name; None if its call had ended before
         self.positional = 0
         self.path = ""
         self.module: nn.Module | None = None
-        self.output: Any = None  # what was made; None if the producer did not come
+        self.output: Any = None  # None if the producer did not run
         self.settings = self.module_settings = RunSettings()
-        self._ended = False  # whether the call of the module around it has
-        self.gradients: dict[Path, Tensor] = {}  # of what was made
+        self._ended = False  # True if the call of the module around it has ended
+        self.gradients: dict[Path, Tensor] = {}  # of the output
         self.module_gradients: dict[Path, Tensor] = {}
 
     def keep_call(self, running: TracedCall) -> None:
@@ -80,7 +80,7 @@ class ProducerSample:
             if tensor.requires_grad and tensor.grad_fn is not None:
 
                 def keep(gradient: Tensor | None, path: Path = path) -> None:
-                    if gradient is not None:  # of several results not all need have been used
+                    if gradient is not None:  # a result that was not used has none
                         with without_function_modes():
                             kept[path] = gradient.detach().clone()
 

@@ -188,7 +188,7 @@ def _settings(
             yield
     except ReplayError:
         raise
-    except Exception as error:  # of any type: by what was written, or by the model
+    except Exception as error:  # the dump or the model may cause any type
         asked = f"What a guard has written to {str(dump.folder)!r} was run again."
         found = one_line(f"It raised {type(error).__name__}: {error!s:.200}.")
         raise ReplayError(asked, found, f"If it was changed or does not fit: {_GIVEN}") from error
@@ -331,7 +331,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
             output = torch.func.functional_call(module, state, args, kwargs)
         given = dump.pairs("gradients", dump.given["module"])
         what = f"the module {told.get('path')!r} ({type(module).__name__})"
-        whole = bool(dump.fault.get("operation"))  # what was written is the operation's result
+        whole = bool(dump.fault.get("operation"))  # the dump has the operation's result
         return _finish(dump, what, inputs, output, wanted, given, whole)
 
 
@@ -364,7 +364,7 @@ def _state(
         fits = name in buffers  # which may have grown since
         if not fits and (name not in parameters or parameters[name].shape != tensor.shape):
             dump.refuse(f"The module has no {name!r} of that shape.", "Give the guarded model.")
-    copies: dict[str, Tensor] = {}  # what is tied stays so
+    copies: dict[str, Tensor] = {}  # tied tensors stay tied
     for name, tensor in found.items():
         copies.setdefault(told[name]["tensor"], tensor.to(device).clone())
     return {name: copies[told[name]["tensor"]] for name in found}

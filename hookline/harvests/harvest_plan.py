@@ -113,11 +113,11 @@ class HarvestPlan:
     # Place, row, number of rows, dtype and bytes, of the first batch.
     rows: tuple[tuple[str, str, int, str, int], ...]
     samples: int  # in the first batch
-    batches: int | None  # of this rank
-    done: int  # of them
+    batches: int | None  # batches of this rank; None if unknown
+    done: int  # batches that are done
     ranks: int
     free: int
-    varies: bool = False  # whether samples have rows of their own, each as many as it needs
+    varies: bool = False  # True if samples differ in their number of rows
     other: int = 0  # bytes of ids and offsets of the first batch
     stops: bool = False
 

@@ -118,7 +118,7 @@ class _Harvest:
     measuring: RankStatistics | None = None
     progress: Progress
     writer: StoreWriter
-    grown = False  # whether samples came: what was said of all is gone then
+    grown = False  # True once samples came: harvest.json is removed then
 
     def __init__(
         self, extractor: RowExtractor, source: BatchSource, folder: Path, rank: int, world: int

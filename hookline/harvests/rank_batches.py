@@ -87,7 +87,7 @@ class BatchSource:
         self._data: Any = data
         self._begins = 0  # the number of the first batch that the data has
         self._seen = -1  # the number of the last batch that was come to
-        self.skips = False  # whether batch 0 may never be seen
+        self.skips = False  # True if batch 0 may never be seen
         self._called = callable(data) and not isinstance(data, Iterable)
         if not self._called and not is_series(data):
             raise not_series_error(data, HarvestError)

@@ -47,7 +47,7 @@ def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
             return Store.create(folder, metadata=metadata, rank=rank, resume=True)
         except StoreError as error:
             refuse_changes(folder, wanted)  # another rank was quicker, and sees other data
-            if isinstance(error.__cause__, OSError):  # of the disk: waiting does not help
+            if isinstance(error.__cause__, OSError):  # the disk failed: waiting does not help
                 raise
             with locked(folder, rank) as free:
                 if free or time.monotonic() > until or not folder.is_dir():

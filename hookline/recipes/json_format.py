@@ -165,7 +165,7 @@ class RecipeWriter(NumberedTensors):
         if isinstance(at, (list, tuple)):
             items = [self.index(item) for item in cast("list[Any]", at)]
             return items if isinstance(at, list) else {"tuple": items}
-        if hasattr(at, "__array__") and getattr(at, "ndim", 0):  # of numpy
+        if hasattr(at, "__array__") and getattr(at, "ndim", 0):  # a numpy array
             return self.tensor(torch.as_tensor(at))
         if isinstance(at, SupportsIndex):
             return index(at)

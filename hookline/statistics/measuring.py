@@ -199,7 +199,7 @@ class _Measuring(Entering):
         self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
-        self.numbers = SampleNumbers()  # of the samples, where `ids` has none
+        self.numbers = SampleNumbers()  # numbers samples where there are no ids
         self._stopping, self._stops = EarlyExit(model), False
         super().__init__(model)
 

@@ -27,7 +27,7 @@ class SampleNumbers:
     def __init__(self) -> None:
         self._next = 0  # the number of the next sample; -1 if nobody knows it
         self._batch: Tensor | None = None
-        self._used = False  # whether values have been numbered by batches
+        self._used = False  # True once values were numbered by batches
 
     def begin(self, batch: Any) -> None:
         """Number the samples of one more batch; its size is known if its tensors agree in it."""

@@ -66,7 +66,7 @@ class Statistic:
 
     dim: int | None = -1
     state: State = field(init=False, repr=False, default_factory=dict[str, Tensor])
-    _takes_ids: ClassVar[bool] = False  # whether it tells one sample from another
+    _takes_ids: ClassVar[bool] = False  # True if it tells samples apart
 
     def __post_init__(self) -> None:
         """Make the options plain numbers: they are compared, and saved."""

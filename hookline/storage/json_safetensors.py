@@ -33,7 +33,7 @@ _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
 _DIGEST = "[0-9a-f]" * 64
 _Refuse = Callable[..., NoReturn]  # raises an error: what was found, what to do
-_WRITERS = {  # of all others `.save(folder)`
+_WRITERS = {  # all other kinds have `.save(folder)`
     "guard": "hookline.guard", "record": "hookline.save_record", "recipe": "hookline.Recipe.save",
 }  # fmt: skip
 
@@ -96,7 +96,7 @@ def write(
             f"It is nested more than {DEEPEST} levels deep.",
             "Leave out what is nested so deeply.",
         )
-    _to_json(content)  # what is not JSON is an error before anything is written
+    _to_json(content)  # raises if it is not JSON, before anything is written
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -125,7 +125,7 @@ def _write(
     path = folder / f"{kind}.safetensors"
     own = f"{kind}.{secrets.token_hex(8)}" if shared else kind
     part = folder / f"{own}.part"
-    left = [part]  # what an error would leave behind: it takes space, of which there may be none
+    left = [part]  # files to delete after an error: the disk may be full
     try:
         digest = _save(tensors, part) if tensors else None
         if digest is not None:
@@ -157,7 +157,7 @@ def _write(
             path.unlink(missing_ok=True)
         else:
             replace(_waiting(path, digest), path)
-        for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
+        for old in folder.glob(_waiting(path, _DIGEST).name):  # left by a process that was killed
             old.unlink(missing_ok=True)
 
 
@@ -172,7 +172,7 @@ def _save(tensors: Mapping[str, Tensor], to: Path) -> str:
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     try:
         save_file(plain, to)
-    except SafetensorError as error:  # that is how it tells of a full disk
+    except SafetensorError as error:  # raised for a full disk, too
         raise OSError(str(error)) from error
     return _digest(to)
 

@@ -55,8 +55,8 @@ __all__ = [
 ]
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
-PAGE = 4096  # what lies in one page is written whole or not at all, also by a killed process
-MOST_SIZES = 32  # that the shape of a row may have
+PAGE = 4096  # one page is written whole or not at all, also by a killed process
+MOST_SIZES = 32  # dimensions that a row may have
 ENDS = {"rows": "offsets", "ids": "id offsets"}
 _ROWS = {ends: rows for rows, ends in ENDS.items()}
 _FORMAT, _VERSION = "hookline.store.index", 1

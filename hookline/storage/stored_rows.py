@@ -32,7 +32,7 @@ from hookline.storage.store_files import HEADER, Index, Series, read_header, sha
 __all__ = ["StoredRows", "StoredSamples", "positions_of"]
 
 Key = int | slice | Sequence[int] | Sequence[bool] | Tensor | NDArray[Any]
-_PLAIN = (int, slice, EllipsisType, type(None))  # what torch takes along a dimension by itself
+_PLAIN = (int, slice, EllipsisType, type(None))  # indices that act on one dimension alone
 
 
 class _Shard:
@@ -179,7 +179,7 @@ class StoredRows:
         if len(shards) == 1:
             base = self._starts[first]
             return self._shards[first].array[start - base : stop - base].copy()
-        for at in shards:  # what the index claims must be there before memory is asked for
+        for at in shards:  # map all rows before memory is allocated for them
             _ = self._shards[at].array
         result = self._empty(stop - start)
         for at in shards:
