@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import hookline as hl
-from hookline.harvests import row_extraction as harvest_rows
+from hookline.isolation.batches import move_batch
 
 # -- What is stored -------------------------------------------------------------------------------
 
@@ -447,7 +447,7 @@ def test_labels_in_a_batch_are_told_of(data, to):
 
 def test_batches_go_to_the_device_of_the_model():
     batch = {"x": torch.ones(2), "n": [torch.ones(1), "word"]}
-    found = harvest_rows.moved(batch, torch.device("meta"))
+    found = move_batch(batch, torch.device("meta"))
     assert found["x"].is_meta
     assert found["n"][0].is_meta
     assert found["n"][1] == "word"

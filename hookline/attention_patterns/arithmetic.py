@@ -64,9 +64,7 @@ def _of_layer(need_weights: bool = True, **inputs: Any) -> Tensor:
 
 
 def compute(operation: str, kept: Any, dtype: torch.dtype | None) -> Tensor:
-    """Compute the pattern of a call, in float32 at least; return it in the dtype of the query or
-    `dtype`.
-    """
+    """Compute the pattern of a call in float32 at least; return it as `dtype`, or as the query."""
     if operation == SOFTMAX:
         return snapshot(kept) if dtype in (None, kept.dtype) else kept.to(dtype)
 

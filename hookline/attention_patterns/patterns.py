@@ -75,14 +75,12 @@ class Patterns:
     def __init__(self, record: Record, model: nn.Module, dtype: torch.dtype | None) -> None:
         self._record = record
         self._model = weakref.ref(model)
-        # Of softmaxes: which calls are of attention, and how many were looked at.
+        # For each softmax, which calls are of attention, and how many were looked at.
         self._fits: dict[str, tuple[list[int], int]] = {}
         self._dtype = dtype
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Return the pattern at a place, or with `patterns[place, n]` the pattern of its n-th
-        call.
-        """
+        """Return the pattern at a place, with `patterns[place, n]` that of its n-th call."""
         where, call = key, None
         if isinstance(key, tuple) and len(cast("tuple[Any, ...]", key)) == 2:
             where, last = cast("tuple[Any, Any]", key)
@@ -260,13 +258,13 @@ class _Every:
 
 
 class _PatternAsk(CaptureAsk):
-    """What is asked of an operation: what its pattern follows from."""
+    """An ask for the values of an operation from which its pattern follows."""
 
     def __init__(
         self, port: str, options: Options, operation: str, named: bool, **place: Any
     ) -> None:
         super().__init__(port, options, operation=operation, **place)
-        self.named = named  # whether it was asked for by the name of the operation
+        self.named = named  # True if it was asked for by the operation's name
         keep = partial(_keep_given, options, operation.partition("#")[0], port, named)
         self.keep = partial(keep, settle)
         self.keep_copy = partial(keep, duplicate)
@@ -279,7 +277,7 @@ def _is_named(handler: CaptureHandler) -> bool:
 def _keep_given(
     options: Options, operation: str, port: str, named: bool, freeze: Any, value: Any
 ) -> Any:
-    """Keep what a pattern follows from."""
+    """Keep the values of a call from which its pattern follows."""
     if operation == SOFTMAX:
         # A softmax is over all sorts of things: of attention if over the last of 4 dimensions.
         if port == "output":

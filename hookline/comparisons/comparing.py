@@ -147,7 +147,7 @@ def _kept(leaf: Any) -> Any:
 def _measurable(leaf: Any) -> Any:
     """Return a number or numpy array as a tensor: models may return those, too."""
     if isinstance(leaf, _NUMBERS):
-        with suppress(TypeError, ValueError, RuntimeError):  # of objects, or too large
+        with suppress(TypeError, ValueError, RuntimeError):  # an array of objects, or too large
             return torch.tensor(leaf, device="cpu")
     return cast(Any, leaf)
 
@@ -200,7 +200,7 @@ def _follow(
         if _is_compiled(model):
             _follow_compiled(model, batch, places, take, name, comparison)
             return
-        with suppress(NeverFired):  # what one model lacks is listed in the comparison
+        with suppress(NeverFired):  # the comparison lists places that one model lacks
             with hook(model, places, look):
                 run_model(model, batch)
     for place, value in latest.items():
@@ -253,7 +253,7 @@ class _ValueMatcher:
         self.rows: dict[tuple[Place, Path], Difference] = {}
         self.coarsest = 0.0  # the tolerance of what was not the same so far
         self.rounding: tuple[set[str], set[str]] = set(), set()  # paths of quantised layers
-        self.elements = 0  # that were compared
+        self.elements = 0  # numbers that were compared
         self.alone: Counter[Place] = Counter()  # calls that the first model did not make
         self.met: tuple[set[Place], set[Place]] = set(), set()  # places of both models
         self.only: tuple[dict[str, None], dict[str, None]] = {}, {}  # parts of one alone
@@ -277,8 +277,8 @@ class _ValueMatcher:
             found = _difference(first.get(path), second.get(path), self.tolerance)
             self.elements += first[path].numel() if path in first else 0
             found.place, found.place_b, found.call = *names, call
-            # What is computed from rounded values is as coarse, whatever its dtype: as under
-            # autocast. Whole numbers have no tolerance, and parameters are not computed.
+            # Results of rounded values are as coarse, whatever their dtype: as under autocast.
+            # Whole numbers have no tolerance, and parameters are not computed.
             if self.tolerance is None and found.tolerance and place.port != "value":
                 rounds = mine.path in self.rounding[0] or place.path in self.rounding[1]
                 own = COARSE if rounds and place.port == "output" else 0

@@ -25,7 +25,7 @@ __all__ = ["COARSE", "Comparison", "Difference", "Tolerance", "measure_differenc
 Tolerance = float | Mapping[torch.dtype, float]
 _MOST = 60  # rows that are shown
 
-# What rounding explains after some dozens of layers; whole numbers are to be equal.
+# Errors that rounding explains after some dozens of layers; whole numbers must be equal.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 COARSE = 0.2  # quantised tensors, and floats of 8 bits or fewer
 
@@ -39,13 +39,13 @@ class Difference:
     shape: str
     dtype: str
     dtype_b: str
-    calls: int  # that were compared
+    calls: int  # the number of calls that were compared
     call: int  # where the relative error is the largest
     error: float  # the largest absolute error; infinite where only one value is finite
     relative: float  # the norm of the difference, as a multiple of the norm of the first value
-    cosine: float  # of the two values, as vectors of what is finite in both; NaN if nothing is
+    cosine: float  # of the two values as vectors, where both are finite; NaN if nowhere
     tolerance: float
-    remark: str = ""  # what numbers do not tell
+    remark: str = ""  # says why the values cannot be compared
 
     @property
     def diverges(self) -> bool:
@@ -203,7 +203,7 @@ def measure_difference(a: Tensor, b: Tensor) -> tuple[float, float, float, str]:
     same = (a == b) | (a.isnan() & b.isnan())
     gap = (a - b).masked_fill(same, 0)
     if not any(tensor.is_floating_point() for tensor in given):
-        # Of whole numbers beyond 2 ** 53, some that differ are the same in float64.
+        # Different whole numbers beyond 2 ** 53 may be the same in float64.
         gap = torch.where(same, (given[0].long() - given[1].long()).double(), gap)
     good = gap.isfinite()
     remark = "" if bool(good.all()) else _broken(a, b, int((~good).sum()))

@@ -68,7 +68,7 @@ def pair_places(
         others = [p for p in others if _moved(p, _bare(model_b, p.path)) not in taken]
         comparison.only_b = [str(place) or "''" for place in others]
     if not pairs:
-        select(model_b, "")  # of a model that takes no hooks the reason is another
+        select(model_b, "")  # raises another error for a model that takes no hooks
         raise PlaceNotFound(
             f"Two models were to be compared at {where!r}.",
             f"Of the {len(comparison.only_a)} places of the first, the second has none.",
@@ -98,9 +98,7 @@ def shorten(path: str) -> str:
 
 
 def _bare(model: nn.Module, path: str) -> str:
-    """Return the same, and without the name of a wrapper around the whole model, such as
-    DataParallel.
-    """
+    """Return a path without the names of wrappers, also of one around the whole model."""
     outer = unwrapped("", model)[0]
     if outer and f"{path}.".startswith(f"{outer}."):
         path = path[len(outer) + 1 :]

@@ -35,7 +35,7 @@ __all__ = ["Metric", "PatchJob", "Shapes", "SweepRunner", "not_called", "one_num
 
 Metric = Callable[[Any], Any]
 Shapes = dict[Place, list[torch.Size]]  # one for each call
-_Maker = Callable[[Place, Tensor, "int | None", Call], Tensor]  # of a part of a value
+_Maker = Callable[[Place, Tensor, "int | None", Call], Tensor]  # makes new values for a part
 
 
 class PatchJob(NamedTuple):
@@ -99,7 +99,7 @@ class SweepRunner:
         self.copies, self.samples = 1, 0
         self.together: set[Place] = set()  # where several changes can be tried in one forward
         self.divided: set[Path] = set()  # the parts of the output that have rows of each copy
-        self.output: Any = None  # of the corrupt batch as it is
+        self.output: Any = None  # that of the unchanged corrupt batch
 
     def baseline(self, places: list[Place]) -> float:
         """Return the metric of the corrupt batch without changes."""
@@ -136,7 +136,7 @@ class SweepRunner:
         if copies < 2 or len(firsts) != 1 or not samples or callable(self.batch):
             return
         alone, self.samples = self.output, samples[0]
-        self.copies = max(copies, 3)  # so that one has others on both sides
+        self.copies = max(copies, 3)  # one then has others on both sides
         try:
             why = self._try_copies(places)
         except Exception as error:  # noqa: BLE001 - a model may refuse another size as it likes
@@ -147,16 +147,14 @@ class SweepRunner:
             found.notes.append(f"one change a forward: {why}")
 
     def _try_copies(self, places: list[Place]) -> str:
-        """Run copies of the batch unchanged, and with one disturbed; return why that is not
-        safe.
-        """
+        """Run copies of the batch unchanged and with one disturbed; return why that is unsafe."""
         alone, numbers = self.output, range(self.copies)
         shapes = self._shapes(places, self._stacked(self.copies))
         self.runs += 1
         size = self.samples * self.copies
         self.divided = {path for path, t in leaves(self.output) if t.shape[:1] == (size,)}
         before = [self._share(number) for number in numbers]
-        if not all(_alike(share, alone) for share in before):
+        if not all(_same(share, alone, _alike) for share in before):
             return "copies of the batch in one forward do not give what it gives alone"
         rows = {p for p in places if self._has_rows(p, shapes[p], self.copies)}
         middle = self.copies // 2
@@ -166,7 +164,7 @@ class SweepRunner:
             context = edit(self.model, cast("Any", changes))
             self.output = self._forward(self._stacked(self.copies), context)
             self.runs += 1
-            moved = [n for n in numbers if not _same(self._share(n), before[n])]
+            moved = [n for n in numbers if not _same(self._share(n), before[n], same_bits)]
             if not moved:
                 return "whether the samples of a batch mix could not be seen in the output"
             if moved != [middle]:
@@ -231,9 +229,7 @@ class SweepRunner:
     def _changing(
         self, place: Place, spots: Sequence[tuple[int | None, int | None]], new: _Maker
     ) -> Callable[[Any, Call], Any]:
-        """Return the function of an edit at one place: it puts in new values at rows and
-        positions.
-        """
+        """Return the function of an edit that puts new values in at rows and positions."""
 
         def changed(value: Any, call: Call) -> Any:
             path, tensor = only_tensor(value, f"The value at {str(place)!r}")
@@ -268,9 +264,7 @@ class SweepRunner:
 
 
 def _numbers(value: Any, above: tuple[int, ...] = ()) -> list[Any]:
-    """Return what an output holds beside tensors: numbers, texts and arrays, which all copies
-    share.
-    """
+    """Return the numbers, texts and arrays in an output, which all copies share."""
     if isinstance(value, (np.ndarray, np.generic)):
         return [value.shape, value.tobytes()]
     if isinstance(value, (bool, int, float, complex, str)):
@@ -281,28 +275,20 @@ def _numbers(value: Any, above: tuple[int, ...] = ()) -> list[Any]:
     return [found for _, item in inside for found in _numbers(item, (*above, id(value)))]
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Return True if two outputs are the same bit for bit."""
+def _same(one: Any, other: Any, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    """Return True if two outputs hold the same, for tensors by a function of two of them."""
     first, second = dict(leaves(one)), dict(leaves(other))
     if first.keys() != second.keys() or _numbers(one) != _numbers(other):
         return False
-    return all(same_bits(first[path], second[path]) for path in first)
+    return all(same(tensor, second[path]) for path, tensor in first.items())
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Return True if two outputs are the same but for rounding."""
-    first, second = dict(leaves(one)), dict(leaves(other))
-    if first.keys() != second.keys() or _numbers(one) != _numbers(other):
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are the same but for rounding."""
+    if one.shape != other.shape:
         return False
-    for path, a in first.items():
-        b = second[path]
-        if a.shape != b.shape:
-            return False
-        if a.is_floating_point() and a.numel():
-            top = float(b.detach().abs().nan_to_num().max())
-            room = 100 * torch.finfo(a.dtype).eps * max(top, 1e-6)
-            if not torch.allclose(a, b, rtol=1e-3, atol=room, equal_nan=True):
-                return False
-        elif not torch.equal(a, b):
-            return False
-    return True
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    top = float(other.detach().abs().nan_to_num().max())
+    room = 100 * torch.finfo(one.dtype).eps * max(top, 1e-6)
+    return torch.allclose(one, other, rtol=1e-3, atol=room, equal_nan=True)

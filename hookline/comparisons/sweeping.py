@@ -30,14 +30,20 @@ from hookline.edits.ready_changes import patch
 from hookline.engine.context import settled
 from hookline.engine.gradients import NONE_CAME
 from hookline.errors import BatchError, GradientNotAvailable, NeverFired, PlaceError
-from hookline.isolation.backward import backward_without_grads, check_differentiable, grad_mode
+from hookline.isolation.backward import (
+    backward_without_grads,
+    check_differentiable,
+    copy_with_leaves,
+    grad_mode,
+    is_differentiable,
+)
 from hookline.isolation.batches import copy_batch
 from hookline.isolation.isolated_runs import Mode, isolated
 from hookline.isolation.model_calls import check_model, run_model
 from hookline.isolation.random_state import fork_rng
 from hookline.places.resolution import Place, Where, resolve
 from hookline.selecting import select
-from hookline.values.nested import map_leaves, only_tensor
+from hookline.values.nested import only_tensor
 
 __all__ = ["sweep"]
 
@@ -222,14 +228,12 @@ def _estimated(
     model: nn.Module, batch: Any, metric: Metric, record: Record, reference: float,
     jobs: list[PatchJob], dim: int, where: Where,
 ) -> Sweep:  # fmt: skip
-    """Estimate all changes at once: the gradient of the metric times the distance to the clean
-    values.
-    """
+    """Estimate all changes at once: gradient of the metric times distance to the clean values."""
     check_differentiable(model.parameters())
     places = list(dict.fromkeys(job.place for job in jobs))
     slopes = {place: _gradient_place(place) for place in places}
-    for parameter in model.parameters():
-        _with_gradient(parameter)  # also in a frozen model; put back afterwards
+    for parameter in filter(is_differentiable, model.parameters()):
+        parameter.requires_grad_()  # also in a frozen model; put back afterwards
     try:
         with capture(model, places, list(slopes.values()), detach=True) as corrupt:
             value = _pulled_back(model, batch, metric)
@@ -268,7 +272,8 @@ def _reason(error: GradientNotAvailable) -> str:
 def _pulled_back(model: nn.Module, batch: Any, metric: Metric) -> float:
     """Return the metric of a batch, after a backward from it."""
     with grad_mode(True), fork_rng(model):
-        result = metric(run_model(model, map_leaves(_from_leaf, copy_batch(batch))))
+        given, _ = copy_with_leaves(copy_batch(batch), is_differentiable)
+        result = metric(run_model(model, given))
         value = one_number(result)
         if not isinstance(result, Tensor) or not result.requires_grad:
             raise BatchError(
@@ -285,17 +290,6 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
 
 
-def _with_gradient(leaf: Any) -> Any:
-    wants = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-    return leaf.requires_grad_(True) if wants else leaf
-
-
-def _from_leaf(leaf: Any) -> Any:
-    """Return a tensor that requires grad and is no leaf, since the model may change it in place."""
-    wanted = _with_gradient(leaf)
-    return wanted.clone() if isinstance(wanted, Tensor) and wanted.requires_grad else wanted
-
-
 def _gradient_place(place: Place) -> Place:
     port = {"output": "grad_output", "input": "grad_input", "inputs": "grad_inputs"}[place.port]
     return Place(place.path, port, place.parts, place.operation)
@@ -305,9 +299,7 @@ def _add_estimates(
     found: Sweep, place: Place, slope: Place, record: Record, corrupt: Record, jobs: list[PatchJob],
     dim: int,
 ) -> None:  # fmt: skip
-    """Add the estimates at one place, summed over its calls and all dimensions but the
-    positions.
-    """
+    """Add the estimates at one place, summed over its calls and all other dimensions."""
     steps: list[Tensor] = []  # of each call
     values = corrupt.calls(place)
     # One by one: a call without a gradient raises the reason, where `calls` has None.

@@ -47,11 +47,10 @@ class _PythonBackward(NamedTuple):
 
     node: Any
     around: NodeSpan
-    came: list[Origin]  # of the bad gradients that it was given
+    came: list[Origin]  # origins of its bad incoming gradients
     first: int  # the number of the first origin that may be found inside
-    trace: (
-        ForwardTrace | None
-    )  # what was shown to which trace until then, and what was running there
+    # The trace to which calls were shown until then, and the calls that were running there.
+    trace: ForwardTrace | None
     running: list[TracedCall]
 
 
@@ -70,9 +69,9 @@ class BackwardTrace:
         operations: OperationMode | None = None,
     ) -> None:
         self.trace, self._modules, self._operations = trace, modules, operations
-        self.names = names  # of parameters and inputs, by id
+        self.names = names  # names of parameters and inputs, by id
         self.bad: dict[str, tuple[Origin, ...]] = {}
-        self.seen: Labelled = []  # what reached them
+        self.seen: Labelled = []  # the bad gradients that reached them
         self.origins: list[Origin] = []
         self._ends: list[Edge] = []  # where gradients come in
         self._of: dict[Edge, tuple[Origin, ...]] = {}
@@ -90,7 +89,7 @@ class BackwardTrace:
             node = stack.pop()
             if node in self._nodes or not node.next_functions:
                 continue
-            self._nodes[node] = [node.register_hook(partial(self._at, node))]
+            self._nodes[node] = [node.register_hook(partial(self._leave, node))]
             if _is_python(node):
                 self._nodes[node].append(node.register_prehook(partial(self._enter, node)))
             stack += [follows for follows, _ in node.next_functions if follows is not None]
@@ -109,11 +108,11 @@ class BackwardTrace:
         self._ends.clear()
 
     def _enter(self, node: Any, given: tuple[Any, ...]) -> None:
-        """Assign what runs inside of a node to the call that made the node."""
+        """Attribute the calls and operations inside of a node to the call that made the node."""
         trace, made = self.trace, self._span(node)
         path = "" if made is None else made.path
         came = [o for n in range(len(given)) for o in self._of.get((node, n), ())]
-        with without_function_modes():  # what is computed here is not the model's
+        with without_function_modes():  # these computations are not the model's
             trace.clock += 1
             around = NodeSpan(next_sequence_number(), sys.maxsize, trace.clock, path)
             module = trace.model.get_submodule(path)
@@ -128,7 +127,7 @@ class BackwardTrace:
         if self._operations is not None:
             self._operations.resume()
 
-    def _at(self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+    def _leave(self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         found: list[Origin] = []
         if _is_python(node):
             inner = self._inner.pop()
@@ -136,9 +135,9 @@ class BackwardTrace:
             inner.around.end = next_sequence_number()
             found = self.origins[inner.first :]
         with without_function_modes():
-            self._look(node, passed, given, found)
+            self._follow(node, passed, given, found)
 
-    def _look(
+    def _follow(
         self, node: Any, passed: tuple[Any, ...], given: tuple[Any, ...], inside: list[Origin]
     ) -> None:
         """Follow bad gradients through a node; `inside` are origins in what it ran itself."""
@@ -148,7 +147,7 @@ class BackwardTrace:
         came = _bad(given)
         origins = [o for n in came for o in self._of.get((node, n), ())]
         if not came:
-            origins = inside or self._handed(node)
+            origins = inside or self._passed_on(node)
             origins = origins or [self._origin("operation", node, passed, given)]
         elif not origins and self._inner and self._inner[-1].came:
             origins = self._inner[-1].came  # it came in where that begins, which is not known
@@ -156,7 +155,9 @@ class BackwardTrace:
             # Every share that flowed in was finite, or was none of the model's.
             met = (node, came[0])
             kind = self._joined(lambda edge: edge == met)
-            origins = [self._origin(kind, node, passed, given) if kind else self._unseen()]
+            origins = [
+                self._origin(kind, node, passed, given) if kind else self._inside_checkpoint()
+            ]
         for n in bad:
             edge: Edge = node.next_functions[n]
             before = self._of.get(edge, ())
@@ -196,7 +197,7 @@ class BackwardTrace:
         origin.given = _described(given, "gradient of the result")
         return self._add(origin)
 
-    def _handed(self, node: Any) -> list[Origin]:
+    def _passed_on(self, node: Any) -> list[Origin]:
         """Return the origins of bad inputs of the forward: its backward only passes them on.
 
         Some kernels return a finite result for bad inputs, and so does a sigmoid of an infinity.
@@ -215,10 +216,8 @@ class BackwardTrace:
         self.origins += [o for o in wrong if o not in self.origins]
         return wrong
 
-    def _unseen(self) -> Origin:
-        """Return an origin for a checkpoint that recomputes more than modules, whose graphs alone
-        are seen.
-        """
+    def _inside_checkpoint(self) -> Origin:
+        """Return an origin inside a checkpoint, of which only the graphs of modules are seen."""
         node, path, first = "", "", len(self.origins)
         if self._inner:
             inner = self._inner[-1]
@@ -227,6 +226,12 @@ class BackwardTrace:
             if origin.node == node:
                 return origin
         return self._add(Origin("operation", path, backward=True, node=node))
+
+    def causes(self) -> list[Origin]:
+        """Return the origins that reached a parameter or an input and are not meant, in order."""
+        reached = {origin for origins in self.bad.values() for origin in origins}
+        found = [o for o in self.origins if o in reached and not o.meant]
+        return list(dict.fromkeys(found))
 
     def _add(self, origin: Origin) -> Origin:
         origin.ignored = origin.meant = self._is_ignored(origin)
@@ -278,7 +283,7 @@ def _saved(node: Any) -> list[Tensor] | None:
             found: list[Any] = [node.saved_tensors, vars(node)]
         else:
             found = saved_for_backward(node)
-    except RuntimeError:  # of hooks on saved tensors, as a checkpoint's
+    except RuntimeError:  # raised by hooks on saved tensors, as a checkpoint's
         return None
     return [tensor for _, tensor in leaves(found)]
 

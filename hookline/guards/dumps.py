@@ -32,7 +32,7 @@ __all__ = ["KIND", "ArgumentWriter", "function_named", "name_of", "read_value", 
 KIND = "guard"
 _MOST = 2 * 10**9  # bytes of a module's state
 _LEVELS = 32
-# Of torch's functions none is called that reads files or runs code that it is given.
+# Functions of torch that read files or run code that they are given: a replay never calls them.
 _REFUSED = frozenset({"from_file", "load", "save", "apply_", "map_", "map2_", "backward", "numpy"})
 _WORDS = {
     str(word): word
@@ -43,25 +43,14 @@ _WORDS = {
 }  # fmt: skip
 
 
-class ArgumentWriter:
+class ArgumentWriter(json_safetensors.NumberedTensors):
     """Writes arguments as JSON; `tensors` collects the tensors in them."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._known: dict[int, tuple[Tensor, str]] = {}
-
     def tensor(self, tensor: Tensor) -> dict[str, Any]:
-        """Return the number of a tensor; the same tensor has one number each time."""
-        plain = tensor.detach()
-        if not json_safetensors.is_plain(plain):
-            kind = "nested" if plain.is_nested else plain.layout
-            raise TypeError(f"a {kind} tensor of {plain.dtype} on {plain.device}")
-        if id(tensor) not in self._known:
-            name = str(len(self.tensors))
-            split = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
-            self.tensors[name] = split
-            self._known[id(tensor)] = (tensor, name)
-        return {"tensor": self._known[id(tensor)][1], "complex": plain.is_complex()}
+        """Write a tensor as its number; raise TypeError if a file cannot hold it."""
+        if not json_safetensors.is_plain(tensor):
+            raise TypeError(f"a {json_safetensors.name_kind(tensor)}")
+        return {"tensor": self.number_of(tensor), "complex": tensor.is_complex()}
 
     def value(self, value: Any) -> Any:  # noqa: C901
         """Write a nested value; raise TypeError with its type if JSON cannot hold it."""
@@ -121,7 +110,7 @@ def read_value(content: Any, tensors: dict[str, Tensor], level: int = 0) -> Any:
         "number": lambda: complex(*map(read, content)),
         "ellipsis": lambda: ...,
         "slice": lambda: slice(*map(read, content)),
-        "device": lambda: torch.device("cpu"),  # what was there is here now
+        "device": lambda: torch.device("cpu"),  # the tensors of a dump are on the CPU now
         "torch": lambda: _WORDS[content],
         "tuple": lambda: tuple(map(read, content)),
         "dict": lambda: {read(key): read(value) for key, value in content},

@@ -14,7 +14,6 @@ from typing import Any, cast
 from hookline.errors import NonFiniteError
 from hookline.guards.origins import ADDING, Labelled, Origin
 from hookline.isolation.backward import REENTRANT
-from hookline.places.resolution import Place
 
 __all__ = ["Fault", "explain", "fault_of"]
 
@@ -67,7 +66,7 @@ class Fault:
     owner: str = ""  # the class of the module
     path: str = ""  # and its name
     folder: Path | None = None
-    dump: str = ""  # what is told of it
+    dump: str = ""  # where the dump is, or why there is none
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that a dump contains."""
@@ -132,18 +131,12 @@ def fault_of(
 ) -> Fault:
     """Return the fault of the first origin; it mentions the others."""
     origin = origins[0]
-    fault = Fault(step, origin.backward, seen, origin.kind, _place(origin, often))
+    fault = Fault(step, origin.backward, seen, origin.kind, str(origin.place(often)))
     fault.operation, fault.node, fault.source = origin.operation, origin.node, origin.source
     fault.values, fault.given, fault.path = origin.values, origin.given, origin.path
-    told = dict.fromkeys(f"{_place(own, often)} ({own.kind})" for own in origins)
+    told = dict.fromkeys(f"{own.place(often)} ({own.kind})" for own in origins)
     fault.others = list(told)[1:5]  # forward and backward of an operation are one place
     return fault
-
-
-def _place(origin: Origin, often: set[tuple[str, str]]) -> str:
-    if origin.kind in ("parameter", "buffer"):
-        return str(Place(origin.path))
-    return str(origin.place((origin.path, origin.operation) in often))
 
 
 def explain(fault: Fault, scaled: bool) -> NonFiniteError:

@@ -1,9 +1,9 @@
 """Check whether the numbers in a tensor are finite, and describe them.
 
 - `finite_probe(tensor)`: one number that is finite if the tensor is, without waiting for a device
-- `is_bad(tensor)`: whether a tensor holds a NaN or an infinity, exactly
+- `is_bad(tensor)`: return True if a tensor holds a NaN or an infinity; exact
 - `bad_leaves(value)`: the tensors of a nested value that do, with their paths
-- `is_mask(tensor)`: whether a tensor is an additive mask, of zeros and -inf only
+- `is_mask(tensor)`: return True for an additive mask, of zeros and -inf only
 - `infinity_signs(tensor)`: the signs of its infinities
 - `TensorDescription`: shape, dtype, counts and range of a tensor, in one line of text
 """

@@ -26,6 +26,7 @@ from hookline.engine.asks import Ask
 from hookline.engine.calls import RunningCall
 from hookline.engine.context import Context
 from hookline.engine.handlers import UNCHANGED, Handler
+from hookline.engine.lifecycle import never_forgotten
 from hookline.engine.operations import Mode, innermost, name_of
 from hookline.errors import PlaceNotFound
 from hookline.guards.finite_checks import (
@@ -76,8 +77,8 @@ class TracedCall:
     inputs: Any
     positional: int
     settings: RunSettings = field(default_factory=RunSettings)
-    origins: tuple[Origin, ...] = ()  # of what it was given
-    inner: list[Origin] = field(default_factory=list["Origin"])  # of what calls in it have returned
+    origins: tuple[Origin, ...] = ()  # of its inputs
+    inner: list[Origin] = field(default_factory=list["Origin"])  # of the outputs of calls in it
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +92,7 @@ class NodeSpan:
     operation: str = ""
     use: int = 0
     source: str = ""
-    origins: tuple[Origin, ...] = ()  # of what was given bad
+    origins: tuple[Origin, ...] = ()  # of its bad inputs
 
 
 class ForwardTrace:
@@ -113,14 +114,14 @@ class ForwardTrace:
         self._inputs: dict[int, tuple[Origin, Tensor]] = {}
         for path, module in walk(self.model):
             for name, tensor in tensors_of(module):
-                if is_lazy(tensor):  # of a module that was not called so far
+                if is_lazy(tensor):  # the module was not called so far
                     continue
                 kind = "parameter" if name in parameters_of(module) else "buffer"
                 self._states.setdefault(_memory(tensor), (kind, join(path, name), tensor))
                 if kind == "buffer" and not operations and not is_bad(tensor):
                     self._sound.add(_memory(tensor))
 
-    def give(self, running: TracedCall, inputs: Any) -> None:
+    def _note_inputs(self, running: TracedCall, inputs: Any) -> None:
         """Note the inputs of the call that came in bad, by name; others may be made so in place."""
         first = next(iter(inputs), None)
         for path, tensor in bad_leaves(inputs):
@@ -144,7 +145,7 @@ class ForwardTrace:
             origin, own = self._inputs[memory]
         else:
             return ()
-        # What is trained is no mask.
+        # A tensor that is trained is no mask.
         origin.meant = origin.ignored or (is_mask(own) and not own.requires_grad)
         self._add(origin)
         self._of[memory] = [(own, (origin,))]
@@ -164,7 +165,7 @@ class ForwardTrace:
     def _ordered(self, origins: Iterable[Origin]) -> tuple[Origin, ...]:
         return tuple(sorted(set(origins), key=self.origins.index)[:_MOST])
 
-    def let_go(self, tensor: Tensor) -> None:
+    def forget(self, tensor: Tensor) -> None:
         """Forget the origins of a tensor that was written to, and is finite now."""
         memory = _memory(tensor)
         if memory in self._of:
@@ -180,14 +181,17 @@ class ForwardTrace:
         bad: list[tuple[Tensor, frozenset[str], Tensor]], made: list[Tensor], frame: FrameType,
     ) -> None:  # fmt: skip
         """Note an operation that has made something that is not finite."""
-        inner = self._innermost(module)
+        inner = self.innermost(module)
         path = "" if inner is None else inner.path
+
+        def made_by(kind: str) -> Origin:
+            source = show_line(line_of(frame))
+            return Origin(kind, path, False, name, use, source=source, number=self.clock)
+
         known = [(self.origins_of(tensor), sign, where) for tensor, sign, where in bad]
         held = [origin for origins, _, _ in known for origin in origins]
         if any(not origins for origins, _, _ in known):  # nothing that was seen has made it
-            source = show_line(line_of(frame))
-            strange = Origin("outside", path, False, name, use, source=source, number=self.clock)
-            held.append(self._add(strange))
+            held.append(self._add(made_by("outside")))
         wrong = [origin for origin in held if not origin.meant]
         if wrong or any(origin.ignored for origin in held):
             self._follow(made, tuple(wrong or held))
@@ -196,15 +200,13 @@ class ForwardTrace:
         if held and meant:
             self._follow(made, tuple(held))
             return
-        kind = "memory" if name in _UNWRITTEN else "operation"
-        origin = Origin(
-            kind, path, False, name, use, source=show_line(line_of(frame)), number=self.clock
-        )
+        origin = made_by("memory" if name in _UNWRITTEN else "operation")
         origin.ignored = module is not None and self.ignored.operation(module, name, use)
         origin.meant = meant or origin.ignored
         self._follow(made, (self._add(origin),))
 
-    def _innermost(self, module: nn.Module | None) -> TracedCall | None:
+    def innermost(self, module: nn.Module | None) -> TracedCall | None:
+        """Return the innermost running call of a module; of any module if it has none."""
         for running in reversed(self.running):
             if module is None or running.module is module:
                 return running
@@ -218,27 +220,27 @@ class ForwardTrace:
         path, given = self.names.get(id(module), ""), kept_value(inputs)
         running = TracedCall(module, path, self.clock, next_sequence_number(), given, positional)
         if module is self.called and not self.running:
-            self.give(running, inputs)
+            self._note_inputs(running, inputs)
         if not self.sees_operations:
             bad = [tensor for _, tensor in bad_leaves(inputs)]
-            running.origins = self._of_inputs(bad)
+            running.origins = self._origins_of_inputs(bad)
         self.running.append(running)
         if self.sample is not None and self.sample.number == self.clock:
-            self.sample.of(running)
+            self.sample.keep_call(running)
 
-    def _of_inputs(self, bad: list[Tensor]) -> tuple[Origin, ...]:
+    def _origins_of_inputs(self, bad: list[Tensor]) -> tuple[Origin, ...]:
         """Return the origins of the bad inputs of a call, if only calls of modules are seen."""
         found: list[Origin] = []
         for tensor in bad:
             origins = self.origins_of(tensor)
             if not origins and self.running:  # made in the forward that called this
-                origins = self._inside(self.running[-1], tensor)
+                origins = self._origins_inside(self.running[-1], tensor)
                 self._follow([tensor], origins)
             found += origins
         return tuple(dict.fromkeys(found))
 
-    def _inside(self, running: TracedCall, value: Tensor) -> tuple[Origin, ...]:
-        """The origins of what a forward made: of calls in it, of its inputs, or itself."""
+    def _origins_inside(self, running: TracedCall, value: Tensor) -> tuple[Origin, ...]:
+        """Return the origins of a value that a forward made: calls in it, its inputs, or itself."""
         made = [o for o in self.origins if o.number > running.number]
         found = [o for o in dict.fromkeys((*made, *running.inner)) if not o.meant]
         found = found or [o for o in running.origins if not o.meant]
@@ -256,7 +258,7 @@ class ForwardTrace:
             origin.values = label_tensors({"": value})
             origin.given = label_tensors(running.inputs)
             origin.sample = ProducerSample(running.number, operation=False)
-            origin.sample.of(running)
+            origin.sample.keep_call(running)
         return (self._add(origin),)
 
     def _explains(self, origins: tuple[Origin, ...], tensor: Tensor) -> bool:
@@ -273,7 +275,7 @@ class ForwardTrace:
         if running is None:
             return
         span = NodeSpan(running.start, next_sequence_number(), running.number, running.path)
-        # What calls in it have returned may be hidden by the next operation, which is not seen.
+        # The next operation, which is not seen, may hide the results of calls in it.
         span.origins = (*running.origins, *running.inner)
         self.spans.append(span)
         for _, tensor in bad_leaves(output):
@@ -282,7 +284,7 @@ class ForwardTrace:
                 origin.ignored = origin.meant = True
                 self._follow([tensor], (self._add(origin),))
             elif not self._explains(self.origins_of(tensor), tensor):
-                self._follow([tensor], self._inside(running, tensor))
+                self._follow([tensor], self._origins_inside(running, tensor))
             if self.running:
                 self.running[-1].inner += self.origins_of(tensor)
         self._take_sample(running, output)
@@ -297,13 +299,13 @@ class ForwardTrace:
 
     def _take_sample(self, running: TracedCall, output: Any) -> None:
         """Keep the output of a call of which a sample is taken."""
-        for origin in self.origins:  # what it made may be a part of its output, or lie before it
+        for origin in self.origins:  # its value may be a part of the output, or come before it
             if origin.sample is not None and origin.number == running.number:
                 origin.sample.output = kept_value(output)
         if self.sample is not None and self.sample.number == running.number:
-            self.sample.take(output)
+            self.sample.keep_output(output)
         if self.sample is not None and self.sample.module is running.module:
-            self.sample.take_whole(output)
+            self.sample.keep_module_gradients(output)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -350,7 +352,7 @@ class OperationMode(Mode):
         changed = [t for t, v in zip(given, versions, strict=True) if count_of_writes(t) != v]
         made = [t for _, t in leaves(output)] + changed
         if sample is not None:
-            sample.take(output if leaves(output) else changed[:1])
+            sample.keep_output(output if leaves(output) else changed[:1])
         if self.recomputed is not None:
             self.recomputed(made)
         if use:
@@ -369,7 +371,7 @@ class OperationMode(Mode):
             trace.note_operation(name, use, module, (args, kwargs), bad, wrong, frame)
         for tensor in changed:
             if not is_bad(tensor):
-                trace.let_go(tensor)
+                trace.forget(tensor)
         return output
 
     def _caller(self, name: str, frame: FrameType) -> tuple[nn.Module | None, int]:
@@ -387,9 +389,9 @@ class OperationMode(Mode):
     ) -> None:
         sample.function, sample.arguments = func, kept_value((args, kwargs))
         sample.settings = RunSettings()
-        running = self.trace._innermost(module)
+        running = self.trace.innermost(module)
         if running is not None:
-            sample.of(running)
+            sample.keep_call(running)
 
 
 class _ModuleHandler(Handler):
@@ -400,7 +402,7 @@ class _ModuleHandler(Handler):
         if context is None or context.trace is None:
             return UNCHANGED
         self.fired += 1
-        with without_function_modes():  # what is computed here is not the model's
+        with without_function_modes():  # these computations are not the model's
             if self.target.port == "output":
                 context.trace.leave(self.target.module, value)
             else:
@@ -419,7 +421,7 @@ class ModuleHooks(Context):
         super().__init__(model, ("", ":inputs"))
         self.trace = trace
         self.left: Callable[[nn.Module, Any], None] | None = left  # called after a call has ended
-        self._entered = True  # one that is never entered is not a forgotten one
+        never_forgotten(self)  # should entering fail
 
     def _resolve(self) -> list[Request]:
         # Also ScriptModules: torch calls hooks on those that Python calls, and on none inside.
@@ -431,9 +433,5 @@ class ModuleHooks(Context):
     def _ask(self, port: str, **place: Any) -> Ask:
         return Ask(port, _ModuleHandler, replaces=False, **place)
 
-    def __enter__(self) -> ModuleHooks:
-        self._enter(attached=False)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._leave()
+    def _verify(self) -> None:
+        """Accept modules that were not called."""

@@ -21,10 +21,10 @@ from hookline.engine.asks import Ask
 from hookline.engine.calls import RunningCall, is_over
 from hookline.engine.context import Context
 from hookline.engine.handlers import UNCHANGED, Handler
+from hookline.engine.lifecycle import enter, leave
 from hookline.engine.tensor_hooks import GradientHook
 from hookline.errors import NonFiniteError, NotHookable, PlaceNotFound
 from hookline.guards.backward_trace import BackwardTrace
-from hookline.guards.faults import fault_of
 from hookline.guards.finite_checks import (
     TensorDescription,
     all_finite,
@@ -45,15 +45,14 @@ from hookline.values.nested import leaves
 
 __all__ = ["guard"]
 
-_DIFFERENT = "The second run was bad at other places than the first: something of it is random."
 _FINITE = (
     "the second run gave finite gradients: they came from outside of the model, or from an edit of "
     "gradients, or something of it is random"
 )
-_GRAPHS = 4  # that are held, where all nodes are looked at, until their backward comes
+_GRAPHS = 4  # graphs with hooks on all nodes that are kept until their backward
 _RECENT = 64
 Part = tuple[Any, ...]
-Key = tuple[int, int]  # of a call: the id of the module, and which call of it
+Key = tuple[int, int]  # a call: the id of the module, and the number of the call
 
 
 class _GuardHandler(Handler):
@@ -61,8 +60,8 @@ class _GuardHandler(Handler):
 
     def __init__(self, *place: Any) -> None:
         super().__init__(*place)
-        # Of a parameter.
-        self.name = str(self.target.place).removesuffix(":grad") if self.ask.port == "grad" else ""
+        of_parameter = self.ask.port == "grad"
+        self.name = str(self.target.place).removesuffix(":grad") if of_parameter else ""
 
     def receive(self, value: Any, call: RunningCall) -> Any:
         context: Any = self.context
@@ -87,7 +86,7 @@ class _BackwardPass:
     def __init__(self) -> None:
         self.probes: list[tuple[_GuardHandler, Tensor]] = []
         self.calls: dict[Key, KeptCall] = {}
-        self.skipped = False  # whether it is left to the scaler
+        self.skipped = False  # True if it is left to the scaler
         # The parameters that had a gradient already: which one, and its version.
         self.before: dict[str, tuple[_GuardHandler, int, int]] = {}
 
@@ -213,12 +212,12 @@ class guard(Context):
         self.careful = True
         if self._modules is None and self._open:
             self._modules = ModuleHooks(self._model, None, self._left)
-            self._modules.__enter__()
+            enter(self._modules, attached=False)
 
     def _stop(self) -> None:
         super()._stop()
         if self._modules is not None:
-            self._modules.__exit__(None, None, None)
+            leave(self._modules)
             self._modules = None
         for kept in self._looked:
             kept.close()
@@ -248,14 +247,14 @@ class guard(Context):
     # -- forward --------------------------------------------------------------------------------
 
     def began(self, module: nn.Module, inputs: Any, call: RunningCall) -> None:
-        """A call of the model begins, or of a module in it that is called by itself."""
+        """Begin a call of the model, or of a module in it that is called by itself."""
         running = self._running.setdefault(threading.get_ident(), [])
         running[:] = [(one, kept) for one, kept in running if not _is_over(one)]
         if running and running[-1][1].called is not module:  # a part of that call
             return
-        self._check_pending()  # of a call without a backward
+        self._check_pending()  # for a call without a backward
         if backward_id() == -1:
-            self._passes.clear()  # of backwards that raised
+            self._passes.clear()  # backwards that raised have left them
         if self._parts[id(module)].are_exchanged():
             self._find_more()
         kept = KeptCall(self._parts[id(module)], inputs, call.positional)
@@ -335,11 +334,9 @@ class guard(Context):
             for path, tensor in bad:
                 self._meant[kept.path, *path] = cast(Tensor, float_values(tensor)).isfinite()
             return
-        fault = fault_of(found.origins, found.trace.often, kept.number, seen)
         if not found.same:
-            fault.remarks.append(_DIFFERENT)
             self._look_closely()
-        raise self._errors.build(kept, found.origins[0], fault)
+        raise self._errors.build(kept, found, seen)
 
     def _counts(self, kept: KeptCall, path: Part, tensor: Tensor) -> bool:
         """Return True for an output that is bad, and not ignored."""
@@ -365,8 +362,7 @@ class guard(Context):
         if found.origins:
             bad = [(p, t) for p, t in leaves(output) if self._counts(kept, p, t)]
             seen: Labelled = [(label_of(p, kept.path), TensorDescription.of(t)) for p, t in bad]
-            fault = fault_of(found.origins, set(), kept.number, seen)
-            raise self._errors.build(kept, found.origins[0], fault)
+            raise self._errors.build(kept, found, seen)
         if (id(module), kept.number) in self._calls:
             names = parameter_names(self._model) | kept.names()
             kept.backward = BackwardTrace(kept.trace, names, cast(ModuleHooks, self._modules))
@@ -378,7 +374,7 @@ class guard(Context):
     # -- backward -------------------------------------------------------------------------------
 
     def arrived(self, handler: _GuardHandler, gradient: Tensor, index: int, path: Part) -> None:
-        """A gradient arrives, of a parameter, of an input, or of an output of the model."""
+        """Note a gradient of a parameter, of an input, or of an output of the model."""
         task = backward_id()
         if task not in self._passes:
             self._passes[task] = _BackwardPass()
@@ -454,11 +450,11 @@ class guard(Context):
         for kept, wrong in given:
             if wrong:
                 origin = Origin("loss", "", backward=True, values=wrong)
-                raise self._errors.complete(fault_of([origin], set(), kept.number, seen or wrong))
+                raise self._errors.build_outside([origin], kept.number, seen or wrong)
         step = calls[0].number if calls else self._step
         if bad and not doubts and all(kept.trace is not None for kept in calls):
             beside = Origin("loss", "", backward=True)  # all that the calls passed on was finite
-            raise self._errors.complete(fault_of([beside], set(), step, seen))
+            raise self._errors.build_outside([beside], step, seen)
         if bad or doubts or sure:
             raise self._unknown(step, True, seen, doubts or [_FINITE])
 
@@ -472,7 +468,7 @@ class guard(Context):
         seen: Labelled = [(f"the gradient of {n!r}", TensorDescription.of(g)) for n, g in bad]
         origins = [Origin("sum", name, backward=True, node=ADDING) for name, _ in bad]
         origins[0].values = [("gradient", seen[0][1])]
-        raise self._errors.complete(fault_of(origins, set(), self._step, seen))
+        raise self._errors.build_outside(origins, self._step, seen)
 
     def _unknown(
         self, step: int, backward: bool, seen: Labelled, doubts: list[str]
@@ -492,7 +488,7 @@ def _gradient(handler: Handler) -> Tensor | None:
 
 
 def _is_hooked(handler: Handler) -> bool:
-    """Whether a parameter has a hook that is none of ours."""
+    """Return True if a parameter has a hook that is none of ours."""
     tensor = handler.target.tensor()
     hooks: dict[int, Any] = {} if tensor is None else backward_hooks_of(tensor) or {}
     owners = [getattr(hook, "__self__", None) for hook in hooks.values()]

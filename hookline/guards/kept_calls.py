@@ -5,12 +5,14 @@
 - `BufferCopies`: the buffers of a model, copied before a call if calls change them
 - `CallHolder`: a hook that keeps a call as long as its graph lives
 - `count_of_writes(tensor)`: how often it was changed in place
+- `split_arguments(inputs, positional)`: arguments by name as those by position and by keyword
+- `autocast_settings(kinds)`: whether autocast is on for these kinds of devices, and its dtypes
 - `unwrapped(model)`, `is_spread(model)`: which model can be run again in one process
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from torch.utils import hooks as torch_hooks
 
 from hookline.engine.fsdp import is_gathered
 from hookline.guards.finite_checks import finite_probe
+from hookline.isolation.backward import copy_with_leaves
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.module_index import ModuleIndex
 from hookline.isolation.random_state import RandomState
@@ -43,8 +46,10 @@ __all__ = [
     "CallHolder",
     "KeptCall",
     "ModelParts",
+    "autocast_settings",
     "count_of_writes",
     "is_spread",
+    "split_arguments",
     "unwrapped",
 ]
 
@@ -58,10 +63,23 @@ def count_of_writes(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else version_of(tensor)
 
 
+def split_arguments(
+    inputs: Mapping[Any, Any], positional: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call that are passed by position, and those by keyword."""
+    args, kwargs = list(inputs.items())[:positional], list(inputs.items())[positional:]
+    return tuple(value for _, value in args), {str(name): value for name, value in kwargs}
+
+
+def autocast_settings(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
+    """Return for each kind of device whether autocast is on, and its dtype."""
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    ]
+
+
 def _there(held: dict[str, Tensor | None], name: str) -> Tensor | None:
-    """Return a buffer; None if it was taken out, or belongs to a lazy module that was not
-    called.
-    """
+    """Return a buffer; None if it was removed, or is lazy and not yet initialized."""
     tensor = held[name] if name in held else None  # noqa: SIM401 - a ScriptModule's has no get
     return None if tensor is None or is_lazy(tensor) else tensor
 
@@ -134,8 +152,8 @@ class ModelParts:
         self.parameters = list(called.parameters())
         self.buffers = BufferCopies(called, names)
         self.devices = {p.device.index or 0 for p in self.parameters if p.is_cuda}
-        self.changes_inputs = False  # whether a call was seen to change what it was given
-        # By mode, whether a call was seen to draw from numpy.
+        self.changes_inputs = False  # True once a call has changed its inputs
+        # By training mode, True if a call was seen to draw random numbers from numpy.
         self.draws: dict[bool | None, bool] = {}
         self._held = [held for m in self.modules for held in (submodules_of(m), parameters_of(m))]
         self._known = self._identities()
@@ -144,7 +162,7 @@ class ModelParts:
         """Return True if modules or parameters were added, removed or exchanged since."""
         return self._identities() != self._known
 
-    def _identities(self) -> list[int]:  # of what is alive: all that was found is kept here
+    def _identities(self) -> list[int]:  # all are alive: this object keeps them
         return [*map(id, chain.from_iterable(held.values() for held in self._held))]
 
 
@@ -152,14 +170,13 @@ class KeptCall:
     """One call of a model, or of a module in it: its inputs, and all that it depends on."""
 
     def __init__(self, parts: ModelParts, inputs: Any, positional: int) -> None:
-        names = list(inputs)
-        plain = all(isinstance(value, Tensor) for value in inputs.values())
         # Containers are copied, since a list may grow; tensors are not, their versions are noted,
         # unless the model is known to change them.
-        function = _copied if parts.changes_inputs else _itself
-        held = inputs if plain and function is _itself else map_leaves(function, dict(inputs))
-        self.args = tuple(held[name] for name in names[:positional])
-        self.kwargs = {name: held[name] for name in names[positional:]}
+        held = inputs
+        if parts.changes_inputs:
+            held = map_leaves(_copied, dict(inputs))
+        elif not all(isinstance(value, Tensor) for value in inputs.values()):
+            held = map_leaves(lambda leaf: leaf, dict(inputs))
         self.inputs, self.positional = held, positional
         self.versions = [(path, t, count_of_writes(t)) for path, t in leaves(held)]
         # Changes of tensors that were made in inference mode are not counted.
@@ -173,17 +190,14 @@ class KeptCall:
         # accelerate exchanges at each call what it has offloaded, and gives the same data again.
         self.parameters = [(p, version_of(p)) for p in parts.parameters if not p.is_meta]
         kinds = {"cpu", *(t.device.type for _, t, _ in self.versions)} - {"meta"}
-        self.autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted(kinds)
-        ]
+        self.autocast = autocast_settings(sorted(kinds))
         self.cache = torch.is_autocast_cache_enabled()
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.lost: list[str] = []  # buffers that it changed and that were not copied
-        self.gradients: dict[Path, tuple[Tensor, int]] = {}  # of its outputs, when they come
+        self.gradients: dict[Path, tuple[Tensor, int]] = {}  # of its outputs, as they arrive
         self.outputs: list[tuple[Path, Tensor]] = []  # until they were checked
-        self.number = 0  # of the call
-        self.line: Any = None  # of the program, that called
+        self.number = 0  # the index of the call
+        self.line: Any = None  # the line of the program that called
         self.trace: Any = None  # where every module is checked: what is known of the call
         self.backward: Any = None
 
@@ -254,24 +268,10 @@ class KeptCall:
         }
 
     def _arguments(self, gradients: bool) -> tuple[Any, dict[str, Any], list[tuple[str, Tensor]]]:
-        found: list[tuple[str, Tensor]] = []
         names = self.names()
-
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            copy = leaf.detach().clone()
-            if not (gradients and leaf.requires_grad):
-                return copy
-            found.append((names[id(leaf)], copy.requires_grad_()))
-            return copy.clone()  # the model may change it in place, which a leaf does not allow
-
-        args, kwargs = map_leaves(copied, (self.args, self.kwargs))
-        return args, kwargs, found
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf
+        copy, found = copy_with_leaves(self.inputs, lambda leaf: gradients and leaf.requires_grad)
+        args, kwargs = split_arguments(copy, self.positional)
+        return args, kwargs, [(names[ident], leaf) for ident, leaf in found.items()]
 
 
 def _copied(leaf: Any) -> Any:
@@ -281,9 +281,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _opaque(value: Any) -> str:
-    """Return the type of an argument that is no tensor, number, text or container; "" if there is
-    none.
-    """
+    """Return the type of an argument that may hide state; "" if all are plain values or tensors."""
     inside = children(value)
     if inside is not None:
         return next((name for _, item in inside if (name := _opaque(item))), "")

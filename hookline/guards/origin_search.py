@@ -2,7 +2,8 @@
 
 - `find_forward(kept, ignored)`: the origins of bad outputs
 - `find_backward(kept, ignored, scale)`: the origins of bad gradients
-- `output_origins(kept, trace, output, ignored)`: the same for a call that was traced already
+- `output_origins(kept, trace, output, ignored)`, `backward_causes(backward)`: the origins in a call
+  that was traced already
 - `take_sample(kept, ignored, origin, scale)`: the inputs and outputs of the producer
 - `SearchResult`: the result of a search, and whether it can be trusted
 """
@@ -28,6 +29,7 @@ from hookline.values.nested import get_part, leaves
 
 __all__ = [
     "SearchResult",
+    "backward_causes",
     "describe_sample",
     "find_backward",
     "find_forward",
@@ -44,8 +46,8 @@ class SearchResult:
     trace: ForwardTrace
     origins: list[Origin] = field(default_factory=list[Origin])
     seen: Labelled = field(default_factory=Labelled)
-    bad: bool = False  # whether the second run was bad at all
-    same: bool = True  # whether it was bad where the first was
+    bad: bool = False  # True if the second run was bad at all
+    same: bool = True  # False if it was bad at other places than the first
 
 
 def _run(kept: KeptCall, trace: ForwardTrace, args: Any, kwargs: Any) -> Any:
@@ -107,12 +109,13 @@ def find_backward(kept: KeptCall, ignored: IgnoredPlaces, scale: float) -> Searc
     output, backward = _run_both(kept, trace, scale)
     bad = [path for path, tensor in leaves(output) if "n" in infinity_signs(tensor)]
     same = all(ignored.output(path, kept.called) for path in bad)
-    found = SearchResult(trace, seen=backward.seen, bad=bool(backward.bad), same=same)
-    for origins in backward.bad.values():
-        wrong = [o for o in origins if not o.meant]
-        found.origins += [o for o in wrong if o not in found.origins]
-    found.origins.sort(key=backward.origins.index)
-    return found
+    return backward_causes(backward, same)
+
+
+def backward_causes(backward: BackwardTrace, same: bool = True) -> SearchResult:
+    """Return the origins of bad gradients in a backward that was traced."""
+    bad = bool(backward.bad)
+    return SearchResult(backward.trace, backward.causes(), backward.seen, bad, same)
 
 
 def _run_both(kept: KeptCall, trace: ForwardTrace, scale: float) -> tuple[Any, BackwardTrace]:
@@ -121,7 +124,8 @@ def _run_both(kept: KeptCall, trace: ForwardTrace, scale: float) -> tuple[Any, B
     with kept.again(gradients=True) as (args, kwargs, inputs), modules:
         with operations:
             output = kept.called(*args, **kwargs)
-        wanted = _trainable(kept) + inputs
+        paths = parameter_names(kept.parts.model)
+        wanted = [(paths[id(p)], p) for p in kept.parts.parameters if p.requires_grad] + inputs
         names = {id(tensor): name for name, tensor in wanted}
         backward = BackwardTrace(trace, names, modules, operations)
         try:
@@ -132,11 +136,6 @@ def _run_both(kept: KeptCall, trace: ForwardTrace, scale: float) -> tuple[Any, B
         finally:
             backward.remove()
     return output, backward
-
-
-def _trainable(kept: KeptCall) -> list[tuple[str, Tensor]]:
-    names = parameter_names(kept.parts.model)
-    return [(names[id(p)], p) for p in kept.parts.parameters if p.requires_grad]
 
 
 def _gradients(
@@ -151,11 +150,10 @@ def _gradients(
             given.append(gradient / scale if scale != 1 else gradient)
     if not ends or not wanted:
         return {}
-    tensors = [tensor for _, tensor in wanted]
-    names = [name for name, _ in wanted]
     if has_reentrant_checkpoint(graph_nodes(ends)):
         torch.autograd.backward(ends, given)  # to .grad, which is None inside of `kept.again`
         return {name: tensor.grad for name, tensor in wanted}
+    names, tensors = zip(*wanted, strict=True)
     found = torch.autograd.grad(ends, tensors, given, allow_unused=True)
     return dict(zip(names, found, strict=True))
 
@@ -166,9 +164,7 @@ def _gradients(
 def take_sample(
     kept: KeptCall, ignored: IgnoredPlaces, origin: Origin, scale: float
 ) -> ProducerSample | None:
-    """Run a call again and return the inputs and outputs of the producer; None if it did not
-    run.
-    """
+    """Run a call again; return what the producer was given and made, None if it did not run."""
     for both in (True,) if origin.backward else (False, True):  # it may come in a backward only
         trace = ForwardTrace(kept.parts, ignored, operations=True)
         sample = trace.sample = ProducerSample(

@@ -1,7 +1,7 @@
 """The origins of numbers that are not finite, and the rule for infinities on purpose.
 
 - `Origin`: a producer: an operation, a module, a parameter, an input, the loss
-- `is_meant(...)`: whether infinities were put there on purpose
+- `is_meant(...)`: return True if infinities were put there on purpose
 - `IgnoredPlaces`: the places whose values are not checked
 - `line_of(frame)`: the line of the user's program that is running; `show_line(line)` is its text
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hookline.errors import PlaceError
 from hookline.guards.finite_checks import TensorDescription, float_values, infinity_signs
 from hookline.places.grammar import is_gradient, parse
-from hookline.places.resolution import Place, Target, Where, resolve
+from hookline.places.resolution import Place, Where, resolve
 from hookline.values.nested import Path as Parts
 from hookline.values.nested import children, leaves, show_path
 
@@ -36,7 +36,7 @@ ADDING = "AccumulateGrad"  # adds the gradient of a parameter to what is there
 
 _GUARDS = str(Path(__file__).parent)
 OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _GUARDS))
-# Of these the numbers in the result stand where they stand in the arguments.
+# Their results have each number where the arguments have it.
 _ELEMENTWISE = frozenset({"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "pow", "exp"})
 _TURNS = frozenset({"neg", "negative", "abs", "absolute", "sub", "subtract", "rsub"})
 
@@ -49,25 +49,31 @@ class Origin:
     """A producer of numbers that are not finite, or the place where they came in."""
 
     kind: str  # operation, memory, module, parameter, buffer, input, loss, sum, outside
-    path: str  # of the module, or of the parameter
+    path: str  # the module's or the parameter's
     backward: bool = False
     operation: str = ""
     use: int = 0  # which use of that operation in the module's call
-    node: str = ""  # of autograd, in a backward
+    node: str = ""  # the autograd node, in a backward
     source: str = ""  # the line of the user's program
-    number: int = 0  # of the operation or call in a trace, by which it is found in another
+    number: int = 0  # its operation or call in a trace, to find it in another trace
     meant: bool = False
     ignored: bool = False
     values: Labelled = field(default_factory=lambda: cast(Labelled, []))
     given: Labelled = field(default_factory=lambda: cast(Labelled, []))
-    sample: Any = None  # what it was given and made, where that was kept at once
-    parts: Parts = ()  # of an input
+    sample: Any = None  # its inputs and outputs, if they were kept at once
+    parts: Parts = ()  # for an input, its path in the arguments
 
-    def place(self, often: bool = False) -> Place:
-        """Return its place, with the number of the use for an operation that is used often."""
+    def place(self, often: set[tuple[str, str]]) -> Place:
+        """Return its place, with the number of the use for an operation that is used often.
+
+        `often` are the paths of modules, each with an operation that is used often there.
+        """
+        if self.kind in ("parameter", "buffer"):
+            return Place(self.path)
         if self.kind == "input":
             return Place(self.path, "inputs", self.parts)
-        name = f"{self.operation}#{self.use}" if often else self.operation
+        used_often = (self.path, self.operation) in often
+        name = f"{self.operation}#{self.use}" if used_often else self.operation
         return Place(self.path, operation=name or None)
 
 
@@ -155,7 +161,11 @@ class IgnoredPlaces:
                     "model's own inputs.",
                     "Name a module, an operation, a parameter, or an input of the model.",
                 )
-        self._modules = {t.ident: t for t in self.targets if t.operation is None and _whole(t)}
+        self._outputs = [
+            t for t in self.targets
+            if t.port == "output" and t.operation is None and t.attribute is None
+        ]  # fmt: skip
+        self._modules = {target.ident for target in self._outputs if not target.parts}
 
     def __bool__(self) -> bool:
         return bool(self.targets)
@@ -166,11 +176,7 @@ class IgnoredPlaces:
 
     def output(self, path: tuple[Any, ...], called: nn.Module) -> bool:
         """Return True if a part of the output of a call is ignored."""
-        return any(
-            t.module is called and t.port == "output" and t.operation is None
-            and t.attribute is None and path[: len(t.parts)] == t.parts
-            for t in self.targets
-        )  # fmt: skip
+        return any(t.module is called and path[: len(t.parts)] == t.parts for t in self._outputs)
 
     def operation(self, module: nn.Module, name: str, use: int) -> bool:
         """Return True if an operation in the forward of a module is ignored."""
@@ -197,10 +203,6 @@ class IgnoredPlaces:
             if target.port == "input" and path[: 1 + len(target.parts)] == (first, *target.parts):
                 return True
         return False
-
-
-def _whole(target: Target) -> bool:
-    return target.attribute is None and target.port == "output" and not target.parts
 
 
 def line_of(frame: FrameType | None) -> Line | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookline.isolation.random_state import cpu_rng_state
+from hookline.guards.kept_calls import autocast_settings
 from hookline.torch_private import without_function_modes
 from hookline.values.nested import Path, leaves, map_leaves
 from hookline.values.snapshots import snapshot
@@ -34,11 +34,8 @@ class RunSettings:
     __slots__ = ("autocast", "random")
 
     def __init__(self) -> None:
-        self.random = cpu_rng_state()
-        self.autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        ]
+        self.random = torch.get_rng_state()
+        self.autocast = autocast_settings(("cpu", "cuda"))
 
 
 class ProducerSample:
@@ -49,41 +46,41 @@ class ProducerSample:
 
     def __init__(self, number: int, operation: bool, backward: bool = False) -> None:
         self.number, self.is_operation, self._backward = number, operation, backward
-        self.function: Any = None  # of an operation
-        self.arguments: tuple[Any, Any] | None = None  # of an operation, as they were passed
-        self.inputs: Any = None  # of the module, by name; None if its call had ended before
+        self.function: Any = None  # for an operation
+        self.arguments: tuple[Any, Any] | None = None  # for an operation, as they were passed
+        self.inputs: Any = None  # the module's, by name; None if its call had ended before
         self.positional = 0
         self.path = ""
         self.module: nn.Module | None = None
-        self.output: Any = None  # what was made; None if the producer did not come
+        self.output: Any = None  # None if the producer did not run
         self.settings = self.module_settings = RunSettings()
-        self._ended = False  # whether the call of the module around it has
-        self.gradients: dict[Path, Tensor] = {}  # of what was made
+        self._ended = False  # True if the call of the module around it has ended
+        self.gradients: dict[Path, Tensor] = {}  # of the output
         self.module_gradients: dict[Path, Tensor] = {}
 
-    def of(self, running: TracedCall) -> None:
-        """Keep what is known of a running call."""
+    def keep_call(self, running: TracedCall) -> None:
+        """Keep the inputs and settings of a running call."""
         self.inputs, self.positional = running.inputs, running.positional
         self.path, self.module = running.path, running.module
         self.module_settings = running.settings
 
-    def take(self, made: Any) -> None:
-        """Take the output."""
+    def keep_output(self, made: Any) -> None:
+        """Keep the output, and the gradients that reach it."""
         self.output = kept_value(made)
-        self._await(made, self.gradients)
+        self._keep_gradients(made, self.gradients)
 
-    def take_whole(self, output: Any) -> None:
-        """Take the output of the call around the operation: the first that ends."""
+    def keep_module_gradients(self, output: Any) -> None:
+        """Keep the gradients of the module around the operation, of its first call that ends."""
         if not self._ended:
             self._ended = True
-            self._await(output, self.module_gradients)
+            self._keep_gradients(output, self.module_gradients)
 
-    def _await(self, value: Any, kept: dict[Path, Tensor]) -> None:
+    def _keep_gradients(self, value: Any, kept: dict[Path, Tensor]) -> None:
         for path, tensor in leaves(value) if self._backward else ():
             if tensor.requires_grad and tensor.grad_fn is not None:
 
                 def keep(gradient: Tensor | None, path: Path = path) -> None:
-                    if gradient is not None:  # of several results not all need have been used
+                    if gradient is not None:  # a result that was not used has none
                         with without_function_modes():
                             kept[path] = gradient.detach().clone()
 

@@ -4,7 +4,7 @@
 - `Replay`: the outputs, and whether they are those of the first run
 """
 
-# What is read from a file is of any type.
+# Values that are read from a file have no static types.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from torch import Tensor, nn
 
 from hookline.errors import ReplayError
 from hookline.guards.dumps import KIND, function_named, read_value
-from hookline.guards.kept_calls import unwrapped
+from hookline.guards.kept_calls import split_arguments, unwrapped
 from hookline.guards.origins import Labelled, label_tensors
+from hookline.isolation.backward import copy_with_leaves, is_differentiable
+from hookline.isolation.batches import move_batch
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.module_index import ModuleIndex
-from hookline.isolation.random_state import set_cpu_rng_state
 from hookline.isolation.training_modes import modes_of, set_modes
 from hookline.places.tree import join, tensors_of, walk
 from hookline.storage import json_safetensors
-from hookline.values.nested import get_part, leaves, map_leaves
+from hookline.values.nested import get_part, leaves
 from hookline.values.snapshots import same_bits
 from hookline.values.tables import one_line
 
 __all__ = ["Replay", "replay"]
 
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _WRITTEN = "Give a folder that a guard has written."
 _GIVEN = "give the folder as a guard has written it, and the model that was guarded."
 _TOLD = 'Guard it again with a folder: guard(model, to="dumps").'
@@ -68,12 +70,6 @@ class Replay:
         lines = [f"  {label:{width}}  {text}" for label, text in rows]
         head = f"Replay of {self.place!r}, {way} of {self.what}: {said}{exactly}"
         return "\n".join([head, *lines])
-
-
-def _autocast(kind: str, enabled: bool, name: str) -> torch.dtype | None:
-    """Return the dtype of autocast, if it was on."""
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}[name] if enabled else None
-    return dtype if kind in ("cpu", "cuda") else None
 
 
 class _Dump:
@@ -183,32 +179,26 @@ def _settings(
         with ExitStack() as stack:
             stack.enter_context(isolated(*map(ModuleIndex, modules)))
             stack.enter_context(torch.autocast(device, enabled=False))
-            for one in told["autocast"]:
-                if (dtype := _autocast(*one)) is not None:
+            for kind, enabled, name in told["autocast"]:
+                dtype = _AUTOCAST[name] if enabled else None
+                if dtype is not None and kind in ("cpu", "cuda"):
                     stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(torch.set_grad_enabled(dump.backward))
-            set_cpu_rng_state(state)
+            torch.set_rng_state(state)
             yield
     except ReplayError:
         raise
-    except Exception as error:  # of any type: by what was written, or by the model
+    except Exception as error:  # the dump or the model may cause any type
         asked = f"What a guard has written to {str(dump.folder)!r} was run again."
         found = one_line(f"It raised {type(error).__name__}: {error!s:.200}.")
         raise ReplayError(asked, found, f"If it was changed or does not fit: {_GIVEN}") from error
 
 
-def _leaves(value: Any, wanted: dict[str, Tensor], prefix: str = "") -> Any:
-    """Return a copy of a value whose numbers require grad; put its leaves into `wanted`."""
+def _copied(dump: _Dump, value: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """Return a copy of the arguments, and for a backward the leaves in it by name."""
     names = {id(tensor): f"{prefix}{path[-1] if path else ''}" for path, tensor in leaves(value)}
-
-    def leaf(one: Any) -> Any:
-        if not isinstance(one, Tensor) or not (one.is_floating_point() or one.is_complex()):
-            return one
-        made = one.detach().clone().requires_grad_()
-        wanted[names[id(one)]] = made
-        return made.clone()  # it may be changed in place, which a leaf does not allow
-
-    return map_leaves(leaf, value)
+    made, found = copy_with_leaves(value, lambda one: dump.backward and is_differentiable(one))
+    return made, {names[ident]: leaf for ident, leaf in found.items()}
 
 
 def _finish(
@@ -247,21 +237,14 @@ def _run_operation(dump: _Dump) -> Replay:
     args, kwargs = dump.value(told.get("args")), dump.value(told.get("kwargs"))
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         dump.refuse("Its arguments are not spelled as a guard does.")
-    wanted: dict[str, Tensor] = {}
     with _settings(dump, told, "cpu"):
-        own_args, own_kwargs = map_leaves(_copied, (args, kwargs))
-        if dump.backward:
-            own_args, own_kwargs = _leaves((args, kwargs), wanted, "argument ")
+        (own_args, own_kwargs), wanted = _copied(dump, (args, kwargs), "argument ")
         output = function(*own_args, **own_kwargs)
         if not leaves(output):  # as x[0] = y: it has changed its argument
             output = [own_args[0]]
         given = dump.pairs("gradients", dump.given["operation"])
         inputs = {"args": args, "kwargs": kwargs}
         return _finish(dump, told["function"], inputs, output, wanted, given, False)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 # -- modules --------------------------------------------------------------------------------------
@@ -327,17 +310,13 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
     scripted = any(isinstance(one, torch.jit.ScriptModule) for one in module.modules())
     if scripted:  # which torch.func.functional_call does not take
         module, state = _copied_with(dump, module, state)
-    inputs = map_leaves(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
-    wanted: dict[str, Tensor] = {}
-    own: Any = map_leaves(_copied, inputs)
+    inputs = move_batch(inputs, device)
+    own, wanted = _copied(dump, inputs)
     if dump.backward:
-        own = _leaves(inputs, wanted)
         for name, tensor in state.items():
-            if name in parameters and (tensor.is_floating_point() or tensor.is_complex()):
+            if name in parameters and is_differentiable(tensor):
                 wanted[name] = state[name] = tensor.requires_grad_()
-    names, positional = list(own), told["positional"]
-    args = tuple(own[name] for name in names[:positional])
-    kwargs = {str(name): own[name] for name in names[positional:]}
+    args, kwargs = split_arguments(own, told["positional"])
     with _settings(dump, told, device.type, module):
         named = walk(module)
         modules = [one for _, one in named]
@@ -352,7 +331,7 @@ def _run_module(dump: _Dump, module: nn.Module) -> Replay:
             output = torch.func.functional_call(module, state, args, kwargs)
         given = dump.pairs("gradients", dump.given["module"])
         what = f"the module {told.get('path')!r} ({type(module).__name__})"
-        whole = bool(dump.fault.get("operation"))  # what was written is the operation's result
+        whole = bool(dump.fault.get("operation"))  # the dump has the operation's result
         return _finish(dump, what, inputs, output, wanted, given, whole)
 
 
@@ -385,7 +364,7 @@ def _state(
         fits = name in buffers  # which may have grown since
         if not fits and (name not in parameters or parameters[name].shape != tensor.shape):
             dump.refuse(f"The module has no {name!r} of that shape.", "Give the guarded model.")
-    copies: dict[str, Tensor] = {}  # what is tied stays so
+    copies: dict[str, Tensor] = {}  # tied tensors stay tied
     for name, tensor in found.items():
         copies.setdefault(told[name]["tensor"], tensor.to(device).clone())
     return {name: copies[told[name]["tensor"]] for name in found}

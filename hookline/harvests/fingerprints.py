@@ -1,10 +1,10 @@
 """Identify a model, function or batch by a few characters.
 
-- `fingerprint(model)`: of its modules, parameters and buffers
+- `fingerprint(model)`: a few characters for its modules, parameters and buffers
 - `stable_text(thing)`: an index, a function or None as text that is the same in another process
 - `bound_content(function)`: the arguments of a partial, the weights of a module
 - `live_edits(model)`: the edits that act on a model
-- `digest(value)`: of the tensors and numbers in a batch
+- `digest(value)`: a number for the tensors, numbers and words in a batch
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import date, time, timedelta
 from functools import partial
 from types import CodeType
@@ -26,6 +26,7 @@ from hookline.edits.editing import EditFunction, edit, handlers_of
 from hookline.edits.ready_slices import heads
 from hookline.engine.attaching import attached
 from hookline.engine.offloading import data_of
+from hookline.places.tree import walk
 from hookline.recipes.json_format import RecipeWriter
 from hookline.torch_private import packed_parameters_of
 from hookline.values.nested import children
@@ -52,8 +53,7 @@ def fingerprint(model: nn.Module) -> str:
     False
     """
     seen = hashlib.sha256()
-    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
-    for name, module in modules:
+    for name, module in walk(model):
         seen.update(f"{name}\0{type(module).__qualname__}\0".encode())
         packed = packed_parameters_of(module)  # the weights of torch's quantized layers
         if hasattr(packed, "unpack"):

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from hookline.engine.offloading import is_offloaded
 from hookline.errors import HarvestError, warn_outside
 from hookline.places.grammar import is_gradient
 from hookline.places.resolution import Place, Where
+from hookline.places.tree import walk
 from hookline.selecting import select
 from hookline.torch_private import BatchNormBase, DropoutBase
 
@@ -66,8 +66,7 @@ def warn_of_training(model: nn.Module) -> None:
         drops = isinstance(module, DropoutBase) and getattr(module, "p", 0.0) > 0
         return (drops or isinstance(module, BatchNormBase)) and module.training
 
-    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
-    found = [name for name, module in modules if random(module)]
+    found = [name for name, module in walk(model) if random(module)]
     if found:
         warn_outside(
             f"The model is in training mode: {found[0]!r} makes values that depend on chance or on "

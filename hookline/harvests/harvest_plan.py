@@ -1,6 +1,6 @@
 """The plan of a harvest: what it will write, and whether it may continue an earlier one.
 
-- `describe(extractor, world)`: what a harvest depends on, as it is kept in store.json
+- `describe(extractor, world)`: the model, options and edits of a harvest, for store.json
 - `refuse_changes(folder, wanted)`: raise with the reason if an earlier harvest was different
 - `HarvestPlan`: places, shapes, rows, bytes and free space, as a table
 - `plan_for(...)`: the plan, from the rows of a first batch
@@ -9,12 +9,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookline.errors import HarvestError
 from hookline.harvests.fingerprints import (
@@ -26,6 +25,8 @@ from hookline.harvests.fingerprints import (
 )
 from hookline.harvests.row_extraction import BatchRows, RowExtractor
 from hookline.isolation.training_modes import modes_of
+from hookline.places.tree import walk
+from hookline.storage.store_files import HEADER
 from hookline.storage.store_json import read_description
 from hookline.values.tables import as_text, show_bytes
 
@@ -78,7 +79,7 @@ def describe(extractor: RowExtractor, world: int | None) -> dict[str, Any]:
 
 
 def _mode(model: nn.Module) -> str:
-    modes = modes_of(list(cast("Iterable[nn.Module]", model.modules())))
+    modes = modes_of([module for _, module in walk(model)])
     flags = [mode for mode in modes if mode is not None]
     if len(set(flags)) > 1:
         return f"a mixed ({digest(flags):08x})"
@@ -97,7 +98,7 @@ def refuse_changes(folder: Path, wanted: dict[str, Any]) -> None:
         )
     found = cast("dict[str, Any]", found)
     for key, words in _WORDS.items():
-        # What older versions did not note cannot be compared.
+        # Older versions did not note everything.
         if key in wanted and key in found and found[key] != wanted[key]:
             fix = _FIXES.get(key, "Give what was given before, or choose another folder.")
             shown = (str(one)[:120] for one in (found[key], wanted[key]))
@@ -112,11 +113,11 @@ class HarvestPlan:
     # Place, row, number of rows, dtype and bytes, of the first batch.
     rows: tuple[tuple[str, str, int, str, int], ...]
     samples: int  # in the first batch
-    batches: int | None  # of this rank
-    done: int  # of them
+    batches: int | None  # batches of this rank; None if unknown
+    done: int  # batches that are done
     ranks: int
     free: int
-    varies: bool = False  # whether samples have rows of their own, each as many as it needs
+    varies: bool = False  # True if samples differ in their number of rows
     other: int = 0  # bytes of ids and offsets of the first batch
     stops: bool = False
 
@@ -131,7 +132,7 @@ class HarvestPlan:
         if self.batches is None:
             return None
         left = max(0, self.batches - self.done)
-        return left * self.batch_bytes * self.ranks + 65536 * (len(self.rows) + 2) * self.ranks
+        return (left * self.batch_bytes + HEADER * (len(self.rows) + 2)) * self.ranks
 
     def check_space(self) -> None:
         """Raise if it does not fit on the disk."""
@@ -175,12 +176,11 @@ def plan_for(
     rows: list[tuple[str, str, int, str, int]] = []
     other = sum(len(str(one)) + 8 if isinstance(one, str) else 8 for one in batch_rows.ids or ())
     for place, value in batch_rows.rows.items():
-        varies = not isinstance(value, Tensor)
-        pieces = value if isinstance(value, list) else [value]
-        first = pieces[0] if pieces else None
-        shape = () if first is None else tuple(first.shape[1:])
+        varies = isinstance(value, list)
+        pieces = value if varies else [value]
+        shape = tuple(pieces[0].shape[1:]) if pieces else ()
         row = f"{shape}{' each position' if varies else ''}"
-        dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+        dtype = str(pieces[0].dtype).removeprefix("torch.") if pieces else ""
         size = sum(piece.nbytes for piece in pieces)
         rows.append((place or "''", row, sum(map(len, pieces)), dtype, size))
         other += 8 * len(pieces) if varies else 0
@@ -188,7 +188,7 @@ def plan_for(
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    varies = any(not isinstance(value, Tensor) for value in batch_rows.rows.values())
+    some_vary = any(isinstance(value, list) for value in batch_rows.rows.values())
     return HarvestPlan(
         str(folder),
         tuple(rows),
@@ -197,7 +197,7 @@ def plan_for(
         done,
         ranks,
         free,
-        varies,
+        some_vary,
         other,
         stops,
     )

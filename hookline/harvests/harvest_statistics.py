@@ -2,8 +2,8 @@
 
 - `RankStatistics`: measures the rows of a rank as they are committed
 - `merge_ranks(folder, ranks)`: merges the statistics of all ranks
-- `are_sound(folder)`: whether the saved statistics can be read
-- `keep_whole(folder, samples)`: whether the saved statistics are of all samples
+- `are_sound(folder)`: return True if the saved statistics can be read
+- `keep_whole(folder, samples)`: return True if the saved statistics are of all samples
 - `statistics_path(folder, rank)`: the folder where they are saved
 
 They are measured from the stored rows, so they can always be made again from the store: the saved
@@ -59,9 +59,7 @@ class RankStatistics:
                 )
 
     def check(self, ids: Any) -> None:
-        """Raise if top samples could not be identified; on one rank, ids that are words are
-        counted.
-        """
+        """Raise if the ids cannot identify top samples; on one rank, words are numbered."""
         ranked = any(isinstance(one, TopK) for one in self._kinds.values())
         if not ranked or ids is None or numbers_of(ids) is not None:
             return
@@ -119,9 +117,7 @@ class RankStatistics:
             self.update(rows, stop - self.samples, store.ids_between(self.samples, stop))
 
     def _put(self, saved: Measurements, committed: int) -> None:
-        """Load the saved state, if it has the same kinds and no more samples than were
-        committed.
-        """
+        """Load the saved state if its kinds and its number of samples fit what was committed."""
         same = all(repr(own) == self.kinds for own in saved.statistics.values())
         if same and 0 <= _samples(saved) <= committed:
             self.found, self.samples = saved, _samples(saved)
@@ -136,9 +132,7 @@ def _samples(found: Measurements) -> int:
 
 
 def merge_ranks(folder: Path, ranks: int) -> bool:
-    """Merge the statistics of all ranks and save them in the store; return False if there are
-    none.
-    """
+    """Merge and save the statistics of all ranks; return False if there are none."""
     found = Measurements()
     for rank in range(ranks):
         found.merge(Measurements.load(statistics_path(folder, rank)))

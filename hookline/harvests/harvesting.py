@@ -118,7 +118,7 @@ class _Harvest:
     measuring: RankStatistics | None = None
     progress: Progress
     writer: StoreWriter
-    grown = False  # whether samples came: what was said of all is gone then
+    grown = False  # True once samples came: harvest.json is removed then
 
     def __init__(
         self, extractor: RowExtractor, source: BatchSource, folder: Path, rank: int, world: int
@@ -223,9 +223,7 @@ class _Harvest:
         return number, self._known(number, batch), self._take(number, batch)
 
     def _write(self, item: _Item) -> None:
-        """Write a batch, its statistics and the progress mark, all or nothing; runs on the
-        thread.
-        """
+        """Write a batch, its statistics and its mark, all or nothing. Runs on the thread."""
         number, known, batch_rows = item
         mark: dict[str, Any] = {"batch": number, "known": known}
         if number == self.short:
@@ -280,9 +278,7 @@ class _Harvest:
             self._refuse(f"It ends before batch {self.share.last}, the last one that was stored.")
 
     def _known(self, number: int, batch: Any) -> int:
-        """Return the number that identifies a batch: of its ids, if there are some, or of its
-        content.
-        """
+        """Return a digest of a batch: of its ids if it has some, else of its content."""
         own = self._ids(number, batch)
         return digest(batch if own is None else own)
 

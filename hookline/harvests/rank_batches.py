@@ -23,8 +23,9 @@ __all__ = ["BatchSource", "RankShare", "rank_and_world_size"]
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, as set by the launcher; else 0,
-    1.
+    """Return the rank of this process and the number of ranks, as the launcher has set them.
+
+    Without a launcher they are 0 and 1.
     """
     rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
     try:
@@ -66,14 +67,12 @@ class RankShare:
 
     def size(self, batches: int) -> int:
         """Return how many of so many batches this rank has still to take."""
-        return len(range(self._next(), batches, self.world))
+        first = self.rank if self.last < 0 else self.last + self.world
+        return len(range(first, batches, self.world))
 
     def done(self) -> int:
         """Return how many of its batches are done."""
         return len(range(self.rank, self.last + 1, self.world))
-
-    def _next(self) -> int:
-        return self.rank if self.last < 0 else self.last + self.world
 
 
 class BatchSource:
@@ -88,7 +87,7 @@ class BatchSource:
         self._data: Any = data
         self._begins = 0  # the number of the first batch that the data has
         self._seen = -1  # the number of the last batch that was come to
-        self.skips = False  # whether batch 0 may never be seen
+        self.skips = False  # True if batch 0 may never be seen
         self._called = callable(data) and not isinstance(data, Iterable)
         if not self._called and not is_series(data):
             raise not_series_error(data, HarvestError)

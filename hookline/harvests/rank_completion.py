@@ -38,9 +38,7 @@ def earlier(folder: Path, rank: int) -> Index:
 
 
 def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
-    """Return the writer of a rank, which continues where it stopped; `wanted` comes from
-    `describe`.
-    """
+    """Return the writer of a rank, which resumes; `wanted` is the result of `describe`."""
     until = time.monotonic() + _ORPHANS
     while True:
         known = (folder / "store.json").exists()
@@ -49,7 +47,7 @@ def open_writer(folder: Path, rank: int, wanted: dict[str, Any]) -> StoreWriter:
             return Store.create(folder, metadata=metadata, rank=rank, resume=True)
         except StoreError as error:
             refuse_changes(folder, wanted)  # another rank was quicker, and sees other data
-            if isinstance(error.__cause__, OSError):  # of the disk: waiting does not help
+            if isinstance(error.__cause__, OSError):  # the disk failed: waiting does not help
                 raise
             with locked(folder, rank) as free:
                 if free or time.monotonic() > until or not folder.is_dir():
@@ -87,9 +85,7 @@ def _missing(folder: Path, world: int, wanted: dict[str, Any]) -> list[int]:
 
 
 def _is_done(mark: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Return True if a rank is done with as many batches; a rank without any cannot tell how
-    many.
-    """
+    """Return True if a rank is done with as many batches; without any it cannot tell how many."""
     lengths = {one.get("length") for one in (mark, wanted)} - {None}
     return len(lengths) < 2 and all(mark.get(key) == wanted[key] for key in ("done", "kinds"))
 

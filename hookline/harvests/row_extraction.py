@@ -29,14 +29,14 @@ from hookline.harvests.harvest_checks import (
     warn_of_order,
     warn_of_training,
 )
-from hookline.isolation.batches import check_mask_name
+from hookline.isolation.batches import check_mask_name, move_batch
 from hookline.isolation.early_exit import EarlyExit
 from hookline.isolation.model_calls import call_model
 from hookline.places.resolution import Place, Where
 from hookline.statistics.masks import is_added
 from hookline.storage.store_files import Series
 from hookline.values.conversions import as_dtype
-from hookline.values.nested import Path, leaves, map_leaves, only_tensor
+from hookline.values.nested import Path, leaves, only_tensor
 
 __all__ = ["BatchRows", "RowExtractor", "RowOptions", "Rows", "numbers_of", "rows_in", "sizes_in"]
 
@@ -135,9 +135,7 @@ class RowExtractor:
         self.places = [place for place in self.asked if str(place) in kept]
 
     def take(self, batch: Any, ids: Any = None) -> BatchRows:
-        """Run the model on a batch and return its rows; `ids` are those of its samples, if
-        known.
-        """
+        """Run the model on a batch and return its rows; `ids` identify its samples, if known."""
         options = self.options
         mask = options.mask_of(batch)
         at = options.at
@@ -173,7 +171,7 @@ class RowExtractor:
             given = cast("Mapping[str, Any]", batch)
             batch = {name: part for name, part in given.items() if name not in self._aside}
         if self._device is not None:
-            batch = moved(batch, self._device)
+            batch = move_batch(batch, self._device)
         # A glob may match what never fires; a place that fired once has to fire each time.
         where = self.places or self._where
         capturing = capture(
@@ -319,15 +317,6 @@ def _device(model: nn.Module) -> torch.device | None:
     devices = {p.device for p in model.parameters() if not p.is_meta} or {torch.device("cpu")}
     only = devices.pop()
     return None if devices or only.type == "cpu" else only
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on another device."""
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(move, batch)
 
 
 def rows_in(rows: Rows) -> int:

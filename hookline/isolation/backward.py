@@ -2,15 +2,17 @@
 
 - `grad_mode(enabled)`: a context with or without gradients, also inside inference mode
 - `check_differentiable(parameters)`: raise BatchError if some were made in inference mode
+- `is_differentiable(tensor)`: return True if its dtype can have gradients
+- `copy_with_leaves(value, wanted)`: a copy of a nested value, and the leaves of autograd in it
 - `backward_roots(value)`: the tensors from which a backward starts
 - `graph_nodes(roots)`: the autograd nodes that it visits
-- `has_reentrant_checkpoint(nodes)`: whether it needs `backward()`, which writes to `.grad`
+- `has_reentrant_checkpoint(nodes)`: return True if it needs `backward()`, which writes to `.grad`
 - `backward_without_grads(roots)`: a backward that leaves no gradient anywhere
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,16 +21,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from hookline.errors import BatchError
-from hookline.values.nested import leaves
+from hookline.values.nested import leaves, map_leaves
 
 __all__ = [
     "REENTRANT",
     "backward_roots",
     "backward_without_grads",
     "check_differentiable",
+    "copy_with_leaves",
     "grad_mode",
     "graph_nodes",
     "has_reentrant_checkpoint",
+    "is_differentiable",
 ]
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of reentrant checkpointing
@@ -61,6 +65,30 @@ def check_differentiable(parameters: Iterable[Tensor | None]) -> None:
             "Parameters of the model were made inside torch.inference_mode: they have no gradient.",
             "Make the model outside of it; copy.deepcopy(model), called outside, will do.",
         )
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Return True if the dtype of a tensor can have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def copy_with_leaves(value: Any, wanted: Callable[[Tensor], bool]) -> tuple[Any, dict[int, Tensor]]:
+    """Copy a nested value; return new leaves that require grad for the tensors that are wanted.
+
+    The leaves are returned by the ids of the original tensors.
+    """
+    found: dict[int, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        copy = leaf.detach().clone()
+        if not wanted(leaf):
+            return copy
+        found[id(leaf)] = copy.requires_grad_()
+        return copy.clone()  # the model may change it in place, which a leaf does not allow
+
+    return map_leaves(copied, value), found
 
 
 def backward_roots(value: Any) -> list[Tensor]:

@@ -1,11 +1,12 @@
 """Batches for a model: make one from shapes, copy one, check what was given as data.
 
 - `make_batch(model, batch, dtype)`: the batch, with a tensor for every shape in it
-- `copy_batch(batch)`: the same batch in memory of its own
-- `is_shape(value)`: whether a value is a shape
-- `is_series(data)`: whether data is an iterable of batches; `not_series_error(data, error)` if not
+- `copy_batch(batch)`: a copy of a batch in memory of its own
+- `move_batch(batch, device)`: a batch with its tensors on another device
+- `is_shape(value)`: return True if a value is a shape
+- `is_series(data)`: return True for an iterable of batches; `not_series_error(data, error)` if not
 - `check_mask_name(mask, error)`: raise if a mask has a name that marks padding in torch
-- `needs_integers(error)`: whether a run failed because integers, such as tokens, are needed
+- `needs_integers(error)`: return True if a run failed because it needs integers, such as tokens
 - `shapes_error(shapes, dtype, error)`: the error for shapes where that cannot be mended
 """
 
@@ -32,6 +33,7 @@ __all__ = [
     "is_series",
     "is_shape",
     "make_batch",
+    "move_batch",
     "needs_integers",
     "not_series_error",
     "shapes_error",
@@ -110,8 +112,17 @@ def make_batch(
     elif isinstance(batch, Mapping) and any(map(is_shape, made.values())):
         made = {name: filled(value) for name, value in made.items()}
     if device.type == "meta":
-        made = map_leaves(_to_meta, made)
+        made = move_batch(made, device)
     return made, shapes
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on another device."""
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(moved, batch)
 
 
 def copy_batch(batch: Any) -> Any:
@@ -155,10 +166,6 @@ def _tensor(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def needs_integers(error: BaseException) -> bool:

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import cast
 
 from torch import Tensor, nn
 
 from hookline.engine.fsdp import recovers
 from hookline.isolation.random_state import RandomState, cuda_devices
+from hookline.places.tree import walk
 from hookline.torch_checks import require
 from hookline.torch_private import BatchNormBase, buffers_of, version_of
 from hookline.values.sharding import placements
@@ -48,34 +48,25 @@ class EarlyExit:
     def first(self) -> Generator[None]:
         """Watch the forward that runs inside."""
         state = RandomState(cuda_devices(self._model))
-        buffers = _BufferVersions(self._model)
+        modules = [module for _, module in walk(self._model)]
+        before, versions = _buffers_and_versions(modules)
         yield
+        now, versions_now = _buffers_and_versions(modules)
+        # torch does not count what a norm does to its running statistics.
+        norms = [module for module in modules if isinstance(module, BatchNormBase)]
         self.safe = (
             recovers(self._model)
             and not any(placements(p) is not None for p in self._model.parameters())
             and state.is_current()
-            and not buffers.changed()
+            and not any(norm.training and norm.track_running_stats for norm in norms)
+            and [*map(id, now)] == [*map(id, before)]
+            and versions_now == versions
         )
 
 
-class _BufferVersions:
-    """The buffers of a model, with their versions."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(cast("Iterable[nn.Module]", model.modules()))
-        self._before = self._now()
-
-    def _now(self) -> list[tuple[Tensor, int]]:
-        held = [buffer for module in self._modules for buffer in buffers_of(module).values()]
-        # accelerate exchanges those that it has offloaded.
-        held = [buffer for buffer in held if buffer is not None and not buffer.is_meta]
-        return [(buffer, 0 if buffer.is_inference() else version_of(buffer)) for buffer in held]
-
-    def changed(self) -> bool:
-        """Return True if a buffer was written to, put in or taken out since."""
-        # torch does not count what a norm does to its running statistics.
-        norms = [m for m in self._modules if isinstance(m, BatchNormBase)]
-        before, now = self._before, self._now()
-        return any(norm.training and norm.track_running_stats for norm in norms) or [
-            (id(buffer), version) for buffer, version in now
-        ] != [(id(buffer), version) for buffer, version in before]
+def _buffers_and_versions(modules: list[nn.Module]) -> tuple[list[Tensor], list[int]]:
+    """Return the buffers of modules, and how often each was changed in place."""
+    held = [buffer for module in modules for buffer in buffers_of(module).values()]
+    # accelerate exchanges those that it has offloaded.
+    held = [buffer for buffer in held if buffer is not None and not buffer.is_meta]
+    return held, [0 if buffer.is_inference() else version_of(buffer) for buffer in held]

@@ -156,7 +156,7 @@ def _drop_new(modules: list[nn.Module], before: dict[nn.Module, dict[str, Any]])
     """Remove the buffers that a run has registered, or put where None was registered."""
     for module in [module for module in modules if buffers_of(module)]:
         table, own = buffers_of(module), before.get(module, {})
-        for name in list(table.keys()):  # that of a ScriptModule cannot be gone through
+        for name in list(table.keys()):  # a ScriptModule's table cannot be iterated
             if name not in own:
                 del table[name]
             elif own[name] is None:

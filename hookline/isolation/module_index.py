@@ -35,7 +35,7 @@ class ModuleIndex:
         self.model = model
         self.named = walk(model)
         self.modules = modules = [module for _, module in self.named]
-        # Of every module, empty ones too.
+        # The tables of every module, also empty ones.
         self.children: list[_Table] = [submodules_of(module) for module in modules]
         self.parameters: list[_Table] = [parameters_of(module) for module in modules]
         self.buffers: list[_Table] = [buffers_of(module) for module in modules]

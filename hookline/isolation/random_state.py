@@ -2,7 +2,6 @@
 
 - `RandomState(devices, numpy)`: the states of the generators; `restore()` puts them back
 - `fork_rng(*models)`: a context that leaves the generators as they were
-- `cpu_rng_state()`, `set_cpu_rng_state(state)`: torch's CPU generator alone, for what is saved
 - `cuda_devices(model)`: the CUDA devices of the parameters and buffers of a model
 """
 
@@ -20,10 +19,7 @@ from torch import nn
 
 from hookline.isolation.module_index import ModuleIndex
 
-__all__ = ["RandomState", "cpu_rng_state", "cuda_devices", "fork_rng", "set_cpu_rng_state"]
-
-cpu_rng_state = torch.get_rng_state
-set_cpu_rng_state = torch.set_rng_state
+__all__ = ["RandomState", "cuda_devices", "fork_rng"]
 
 
 class RandomState:
@@ -37,7 +33,7 @@ class RandomState:
     """
 
     def __init__(self, devices: Iterable[torch.device | int] = (), numpy: bool = True) -> None:
-        self.torch = cpu_rng_state()
+        self.torch = torch.get_rng_state()
         self.devices = {device: torch.cuda.get_rng_state(device) for device in devices}
         self.python = random.getstate()
         self.numpy: Any = None
@@ -46,7 +42,7 @@ class RandomState:
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        set_cpu_rng_state(self.torch)
+        torch.set_rng_state(self.torch)
         for device, state in self.devices.items():
             torch.cuda.set_rng_state(state, device)
         random.setstate(self.python)

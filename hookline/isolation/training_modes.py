@@ -27,7 +27,7 @@ def set_modes(modules: Sequence[nn.Module], modes: Sequence[bool | None]) -> Non
     """Put the modes of modules back, as `modes_of` gave them."""
     for module, was, now in zip(modules, modes, modes_of(modules), strict=True):
         if was is None:
-            vars(module).pop("training", None)  # what `model.eval()` has left there
+            vars(module).pop("training", None)  # set there by `model.eval()`
         elif now != was:
             module.training = was
 
@@ -42,6 +42,6 @@ def set_mode(model: nn.Module, training: bool) -> None:
     """
     try:
         model.train(training)
-    except NotImplementedError:  # so torch.export refuses it
+    except NotImplementedError:  # raised by exported programs
         for child in model.children():
             set_mode(child, training)

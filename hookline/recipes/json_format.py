@@ -35,7 +35,7 @@ from hookline.edits.ready_changes import (
 )
 from hookline.edits.ready_slices import heads, last_token
 from hookline.errors import RecipeError
-from hookline.storage.json_safetensors import is_plain
+from hookline.storage.json_safetensors import NumberedTensors, is_plain, name_kind
 
 __all__ = ["RecipeReader", "RecipeWriter"]
 
@@ -58,32 +58,20 @@ def _takes(kind: str, value: Any) -> bool:
     return isinstance(value, tuple(t for word in kind.split(" | ") for t in _TAKES[word]))
 
 
-class RecipeWriter:
+class RecipeWriter(NumberedTensors):
     """Writes the parts of a recipe as JSON; `tensors` collects the tensors in them."""
 
-    def __init__(self) -> None:
-        self.subject = "It was to be saved."
-        self.tensors: dict[str, Tensor] = {}
-        self._known: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+    subject = "It was to be saved."
 
     def _refuse(self, found: str, remedy: str) -> NoReturn:
         raise RecipeError(self.subject, found, remedy)
 
     def tensor(self, tensor: Tensor) -> dict[str, Any]:
-        """Return the number of a tensor; the same tensor has one number each time."""
-        if id(tensor) not in self._known:
-            name = str(len(self.tensors))
-            plain = tensor.detach()
-            if not is_plain(plain):
-                layout = "nested" if plain.is_nested else plain.layout
-                found = f"It holds a {layout} tensor of {plain.dtype} on {plain.device}."
-                self._refuse(found, "Give a plain dense tensor.")
-            content: dict[str, Any] = {"tensor": name}
-            if plain.is_complex():
-                plain, content = torch.view_as_real(plain.resolve_conj()), content | {"complex": 1}
-            self.tensors[name] = plain
-            self._known[id(tensor)] = (tensor, content)
-        return self._known[id(tensor)][1]
+        """Write a tensor as its number."""
+        if not is_plain(tensor):
+            self._refuse(f"It holds a {name_kind(tensor)}.", "Give a plain dense tensor.")
+        content: dict[str, Any] = {"tensor": self.number_of(tensor)}
+        return content | {"complex": 1} if tensor.is_complex() else content
 
     def number(self, value: Any) -> Any:
         """Write a number, None or a tensor."""
@@ -177,7 +165,7 @@ class RecipeWriter:
         if isinstance(at, (list, tuple)):
             items = [self.index(item) for item in cast("list[Any]", at)]
             return items if isinstance(at, list) else {"tuple": items}
-        if hasattr(at, "__array__") and getattr(at, "ndim", 0):  # of numpy
+        if hasattr(at, "__array__") and getattr(at, "ndim", 0):  # a numpy array
             return self.tensor(torch.as_tensor(at))
         if isinstance(at, SupportsIndex):
             return index(at)

@@ -75,9 +75,9 @@ class Recipe:
             in this order.
         at, calls: as in `edit`, for all entries. Join recipes with `+` to give several.
 
-    What can be saved: ready changes but `patch`, and functions that can be imported; places as
-    text, module types, regular expressions, pairs with a port and lists of them. Anything else
-    works until it is saved, and then the error says what is in the way.
+    A recipe can be saved if its changes are ready ones, but not `patch`, or functions that can be
+    imported, and its places are text, module types, regular expressions, pairs with a port, or
+    lists of them. Any other recipe works as well; saving it raises an error with the reason.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Recipe:
     def save(self, folder: str | Path) -> Path:
         """Write `recipe.json` and `recipe.safetensors` into a folder, which is made if need be.
 
-        Tensors are written detached, from whichever device. What cannot be saved is refused with
-        the reason before anything is written.
+        Tensors are written detached, from any device. If a part cannot be saved, this raises an
+        error with the reason before anything is written.
         """
         writer = RecipeWriter()
         entries = []

@@ -1,7 +1,7 @@
 """The masks of values.
 
 - `NamedMask`: reads a mask from an argument of the model at each call, and assigns it to values
-- `is_added(mask)`: whether it is a mask that is added to scores
+- `is_added(mask)`: return True for a mask that is added to scores
 
 A value comes while the model runs, and has the mask of that call. A gradient comes later: it has
 the mask of the forward before it, if there was only one or all had the same.

@@ -199,19 +199,16 @@ class _Measuring(Entering):
         self._wheres = (settled(where),)
         self.found = Measurements()
         self.ids: Any = None
-        self.numbers = SampleNumbers()  # of the samples, where `ids` has none
-        self.batch_mask: Any = None
-        self._named: NamedMask | None = None
-        self._hooks: list[hook] = []
-        self._observer: ValueObserver
-        self._silent: dict[Any, Target] = {}
-        self._asked = 0  # how many places there are
+        self.numbers = SampleNumbers()  # numbers samples where there are no ids
         self._stopping, self._stops = EarlyExit(model), False
         super().__init__(model)
 
     def _start(self, attached: bool) -> None:
-        self.found, self._hooks, self.batch_mask, self._named = Measurements(), [], None, None
-        self._silent = {}
+        self.found = Measurements()
+        self.batch_mask: Any = None
+        self._named: NamedMask | None = None
+        self._hooks: list[hook] = []
+        self._silent: dict[Any, Target] = {}
         self._observer = ValueObserver(self._model, self._wheres[0], self._take)
         parts: list[hook] = [self._observer]
         if isinstance(self._mask, str):  # first: the model's own input may be measured
@@ -228,7 +225,7 @@ class _Measuring(Entering):
             enter(part, attached)
             self._hooks.append(part)
         self._silent = {target.key: target for target in targets_of(self._observer)}
-        self._asked = len(self._silent)
+        self._asked = len(self._silent)  # how many places there are
 
     def _stop(self) -> None:
         for part in reversed(self._hooks):

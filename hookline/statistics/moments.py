@@ -22,9 +22,7 @@ __all__ = ["Covariance", "Mean", "Norm", "Norms", "Variance"]
 
 
 def _moments(values: Tensor, kept: Tensor | None) -> State:
-    """Return count, mean and sum of squared differences of each column, over the kept rows; None is
-    all.
-    """
+    """Return count, mean and sum of squared differences of each column; `kept` None is all rows."""
     if kept is None:
         count = values.new_full(values.shape[1:], len(values), dtype=torch.int64)
         mean = values.sum(0) / count.clamp(min=1)
@@ -33,24 +31,25 @@ def _moments(values: Tensor, kept: Tensor | None) -> State:
         count = kept.sum(0)
         mean = torch.where(kept, values, 0.0).sum(0) / count.clamp(min=1)
         apart = torch.where(kept, values - mean, 0.0)
-    # What rounding left in the mean is taken out of the squares.
+    # Correct the squares for the rounding of the mean.
     rest = apart.sum(0).square() / count.clamp(min=1)
     squares = apart.square_().sum(0) - rest
     return {"count": count, "mean": mean, "squares": squares.clamp(min=0)}
 
 
-def _join_moments(one: State, other: State) -> State:
+def _join_means(one: State, other: State) -> tuple[State, Tensor, Tensor]:
+    """Return the joined count and mean, how far the means are apart, and the share of `other`."""
     count = one["count"] + other["count"]
-    share = _divided(other["count"], count)
+    # In float64: torch would divide integers in float32.
+    share = other["count"].to(torch.float64) / count.clamp(min=1)
     apart = other["mean"] - one["mean"]
-    mean = one["mean"] + apart * share
+    return {"count": count, "mean": one["mean"] + apart * share}, apart, share
+
+
+def _join_moments(one: State, other: State) -> State:
+    joined, apart, share = _join_means(one, other)
     squares = one["squares"] + other["squares"] + apart.square() * one["count"] * share
-    return {"count": count, "mean": mean, "squares": squares}
-
-
-def _divided(part: Tensor, count: Tensor) -> Tensor:
-    """Divide in float64: torch would divide integers in float32."""
-    return part.to(torch.float64) / count.clamp(min=1)
+    return joined | {"squares": squares}
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,13 +142,10 @@ class Covariance(Statistic):
         return {"mean": mean, "products": products, "count": count, "skipped": skipped}
 
     def _join(self, one: State, other: State) -> State:
-        count = one["count"] + other["count"]
-        share = _divided(other["count"], count)
-        apart = other["mean"] - one["mean"]
+        joined, apart, share = _join_means(one, other)
         products = one["products"] + other["products"]
         products.addr_(apart, apart, alpha=float(one["count"] * share))
-        mean = one["mean"] + apart * share
-        return {"mean": mean, "products": products} | sums(one, other, "count", "skipped")
+        return joined | {"products": products} | sums(one, other, "skipped")
 
     @property
     def mean(self) -> Tensor:

@@ -20,8 +20,6 @@ from hookline.values.nested import leaves
 
 __all__ = ["SampleNumbers"]
 
-_PARAMETERS = ("value", "grad")  # ports at which rows are no samples
-
 
 class SampleNumbers:
     """The numbers of the samples of a batch, as far as they are known."""
@@ -29,17 +27,17 @@ class SampleNumbers:
     def __init__(self) -> None:
         self._next = 0  # the number of the next sample; -1 if nobody knows it
         self._batch: Tensor | None = None
-        self._used = False  # whether values have been numbered by batches
+        self._used = False  # True once values were numbered by batches
 
     def begin(self, batch: Any) -> None:
         """Number the samples of one more batch; its size is known if its tensors agree in it."""
-        sizes = {tensor.size(0) for _, tensor in leaves(batch) if tensor.ndim}
-        size = sizes.pop() if len(sizes) == 1 and self._next >= 0 else -1
+        sizes = dict.fromkeys(tensor.size(0) for _, tensor in leaves(batch) if tensor.ndim)
+        size = next(iter(sizes)) if len(sizes) == 1 and self._next >= 0 else -1
         if size < 0 and self._used:
             raise StatisticsError(
                 "Samples were numbered as they come in the data.",
-                f"The tensors of a batch differ in their first size, {_shown(batch)}, "
-                "and those of the batches before it agreed.",
+                "The tensors of a batch differ in their first size, "
+                f"{' and '.join(map(str, sizes))}, and those of the batches before it agreed.",
                 "Give ids=, which says who is who.",
             )
         first, self._next = self._next, self._next + size if size >= 0 else -1
@@ -48,17 +46,12 @@ class SampleNumbers:
     def at(self, place: Place, one: Statistic, value: Tensor) -> Tensor | None:
         """Return the numbers of a value's samples, along its first dimension; None to count them.
 
-        The choice never depends on the length of the value. Rows of parameters are no samples, and
-        channels in the first dimension mean that there is no batch.
+        The choice never depends on the length of the value.
         """
-        first = value.ndim > 0 and (one.dim is None or one.dim % value.ndim > 0)
-        if (
-            self._batch is None
-            or not isinstance(one, TopK)
-            or not first
-            or place.port in _PARAMETERS
-        ):
-            return None
+        if self._batch is None or not isinstance(one, TopK) or place.port in ("value", "grad"):
+            return None  # rows of parameters are no samples
+        if value.ndim == 0 or (one.dim is not None and one.dim % value.ndim == 0):
+            return None  # channels in the first dimension: there is no batch
         if len(self._batch) != value.size(0):
             raise StatisticsError(
                 f"The samples at {str(place)!r} were to be numbered as they come in the data.",
@@ -69,9 +62,3 @@ class SampleNumbers:
             )
         self._used = True
         return self._batch
-
-
-def _shown(batch: Any) -> str:
-    """Return the first sizes of the tensors of a batch, each once."""
-    sizes = dict.fromkeys(tensor.size(0) for _, tensor in leaves(batch) if tensor.ndim)
-    return " and ".join(str(n) for n in sizes)

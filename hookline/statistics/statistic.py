@@ -66,7 +66,7 @@ class Statistic:
 
     dim: int | None = -1
     state: State = field(init=False, repr=False, default_factory=dict[str, Tensor])
-    _takes_ids: ClassVar[bool] = False  # whether it tells one sample from another
+    _takes_ids: ClassVar[bool] = False  # True if it tells samples apart
 
     def __post_init__(self) -> None:
         """Make the options plain numbers: they are compared, and saved."""
@@ -168,7 +168,8 @@ class Statistic:
         if mask is not None:
             given = cast("list[int]", (self._tensor(mask, "mask") != 0).sum(-1).tolist())
         if given != lengths or len({sample.shape[1:] for sample in samples}) != 1:
-            found = f"The value is nested, of samples of shapes {[*map(_shape, samples)]!s:.200}"
+            shapes = [tuple(sample.shape) for sample in samples]
+            found = f"The value is nested, of samples of shapes {shapes!s:.200}"
             raise self._unfit(
                 f"{found}{'' if given == lengths else f', the mask keeps {given!s:.80}'}.",
                 "Give samples that differ in their first size only, as long as the mask says.",
@@ -323,9 +324,7 @@ def _wide(part: Tensor) -> Tensor:
 def in_parts(
     values: Tensor, kept: Tensor, numbers: int = 0
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield rows in parts: the number of the first row, the rows in float64, and which of them
-    count.
-    """
+    """Yield parts of rows: the number of the first row, the rows in float64, and which count."""
     step = max(1, (numbers or _CHUNK) // max(1, values.shape[1]))
     for start in range(0, len(values), step):
         part = _wide(values[start : start + step])
@@ -337,10 +336,6 @@ def padded(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor([sample.shape[0] for sample in samples], device=samples[0].device)
     value = pad_sequence(list(samples), batch_first=True)
     return value, torch.arange(value.shape[1], device=value.device)[None] < lengths[:, None]
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
 
 
 def sums(one: State, other: State, *keys: str) -> State:

@@ -31,7 +31,7 @@ class _GradientHandler(HookHandler):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.told = False
-        # Of inputs: what has come of each, by backward, call and path.
+        # The gradients of inputs so far, by backward, call and path.
         self.shares: dict[tuple[int, int, Path], Tensor] = {}
 
     def gradient(self, grad: Tensor, number: int, path: Path) -> None:
@@ -47,7 +47,7 @@ class _GradientHandler(HookHandler):
         self.shares[key] = gradient_snapshot(grad) if held is None else held + grad
 
     def end(self, task: int) -> None:
-        """Hand on what was summed, as a backward has ended."""
+        """Hand on the summed gradients of a backward that has ended."""
         for key in [key for key in self.shares if key[0] == task]:
             super().gradient(self.shares.pop(key), key[1], key[2])
 

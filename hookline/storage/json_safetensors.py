@@ -2,7 +2,9 @@
 
 - `write(folder, kind, content, tensors)`: write both files as a whole, or neither
 - `read(folder, kind, error)`: read them, or raise an error that says what is wrong
-- `is_plain(tensor)`: whether a tensor can be written as it is
+- `is_plain(tensor)`: return True if a tensor can be written as it is; `name_kind(tensor)` says
+  what it is if not
+- `NumberedTensors`: the tensors that the JSON refers to by number
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from hookline.storage.locks import held
 from hookline.storage.small_files import DEEPEST, is_deep, strict_json
 from hookline.values.quantisation import is_quantised
 
-__all__ = ["is_plain", "read", "write"]
+__all__ = ["NumberedTensors", "is_plain", "name_kind", "read", "write"]
 
 _VERSION = 1
 _MOST = 256 * 2**20  # bytes of JSON
 _DIGEST = "[0-9a-f]" * 64
 _Refuse = Callable[..., NoReturn]  # raises an error: what was found, what to do
-_WRITERS = {  # of all others `.save(folder)`
+_WRITERS = {  # all other kinds have `.save(folder)`
     "guard": "hookline.guard", "record": "hookline.save_record", "recipe": "hookline.Recipe.save",
 }  # fmt: skip
 
@@ -44,6 +46,34 @@ def is_plain(tensor: Tensor) -> bool:
     """
     strange = tensor.is_nested or is_quantised(tensor) or tensor.is_meta
     return tensor.layout is torch.strided and not strange
+
+
+def name_kind(tensor: Tensor) -> str:
+    """Return the layout, dtype and device of a tensor in words."""
+    layout = "nested" if tensor.is_nested else tensor.layout
+    return f"{layout} tensor of {tensor.dtype} on {tensor.device}"
+
+
+class NumberedTensors:
+    """The tensors that JSON refers to by number, detached; complex ones as pairs of real numbers.
+
+    >>> numbered, tensor = NumberedTensors(), torch.zeros(2)
+    >>> numbered.number_of(tensor), numbered.number_of(torch.ones(2)), numbered.number_of(tensor)
+    ('0', '1', '0')
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._known: dict[int, tuple[Tensor, str]] = {}  # by id, which lasts as the tensor is kept
+
+    def number_of(self, tensor: Tensor) -> str:
+        """Return the number of a tensor; the same tensor has one number each time."""
+        if id(tensor) not in self._known:
+            number, plain = str(len(self.tensors)), tensor.detach()
+            real = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
+            self.tensors[number] = real
+            self._known[id(tensor)] = (tensor, number)
+        return self._known[id(tensor)][1]
 
 
 def write(
@@ -66,7 +96,7 @@ def write(
             f"It is nested more than {DEEPEST} levels deep.",
             "Leave out what is nested so deeply.",
         )
-    _to_json(content)  # what is not JSON is an error before anything is written
+    _to_json(content)  # raises if it is not JSON, before anything is written
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -95,7 +125,7 @@ def _write(
     path = folder / f"{kind}.safetensors"
     own = f"{kind}.{secrets.token_hex(8)}" if shared else kind
     part = folder / f"{own}.part"
-    left = [part]  # what an error would leave behind: it takes space, of which there may be none
+    left = [part]  # files to delete after an error: the disk may be full
     try:
         digest = _save(tensors, part) if tensors else None
         if digest is not None:
@@ -127,7 +157,7 @@ def _write(
             path.unlink(missing_ok=True)
         else:
             replace(_waiting(path, digest), path)
-        for old in folder.glob(_waiting(path, _DIGEST).name):  # of one that was killed
+        for old in folder.glob(_waiting(path, _DIGEST).name):  # left by a process that was killed
             old.unlink(missing_ok=True)
 
 
@@ -142,7 +172,7 @@ def _save(tensors: Mapping[str, Tensor], to: Path) -> str:
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     try:
         save_file(plain, to)
-    except SafetensorError as error:  # that is how it tells of a full disk
+    except SafetensorError as error:  # raised for a full disk, too
         raise OSError(str(error)) from error
     return _digest(to)
 

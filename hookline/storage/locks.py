@@ -1,8 +1,7 @@
 """Locks between processes, which the system releases when a process ends.
 
 - `claimed(folder, rank)`: the lock of a rank, for its writer
-- `locked(folder, rank)`: the same, for those who only need to know whether a writer is alive
-- `lock_path(folder, rank)`: the file that is locked
+- `locked(folder, rank)`: that lock, for those who only need to know whether a writer is alive
 - `held(folder, alone=)`: the lock of a folder that is saved into
 """
 
@@ -16,16 +15,11 @@ from pathlib import Path
 
 from hookline.operating_system import open_file, open_folder, try_lock, unlock
 
-__all__ = ["claimed", "held", "lock_path", "locked"]
+__all__ = ["claimed", "held", "locked"]
 
 _PATIENCE = 60.0  # seconds
 _LOOK = 0.01  # seconds between two attempts
 _FOLDER_LOCK = "hookline.lock"  # where a folder itself cannot be locked
-
-
-def lock_path(folder: Path, rank: int) -> Path:
-    """Return the empty file that a living writer keeps locked."""
-    return folder / f"rank{rank:05d}.lock"
 
 
 @contextmanager
@@ -35,7 +29,7 @@ def claimed(folder: Path, rank: int) -> Generator[bool, None, None]:
     Raises:
         OSError: If there can be no lock: the folder is sealed, or its file system has no locks.
     """
-    number = _opened(lock_path(folder, rank))
+    number = _opened(folder / f"rank{rank:05d}.lock")  # an empty file
     with _closing(number):
         yield try_lock(number)
 

@@ -72,7 +72,7 @@ def _tails(folder: Path, index: Index) -> dict[Path, int]:
             end = HEADER + committed * series.row_bytes
             if size != end or rows != committed:
                 tails[path] = size - end
-            if last and series.part.endswith("offsets"):
+            if last and series.rows_part:
                 _check_end(path, index, series, committed)
     for number in shard_numbers(folder, index.rank):
         if number >= index.next_shard:
@@ -84,8 +84,8 @@ def _tails(folder: Path, index: Index) -> dict[Path, int]:
 
 def _check_end(path: Path, index: Index, ends: Series, committed: int) -> None:
     """Raise unless the last sample ends where the rows end; nothing is cut before that."""
-    part = "ids" if ends.part == "id offsets" else "rows"
-    rows = sum(s.rows for s in index.series if (s.place, s.part) == (ends.place, part))
+    divided = (ends.place, ends.rows_part)
+    rows = sum(series.rows for series in index.series if (series.place, series.part) == divided)
     with path.open("rb") as file:
         file.seek(HEADER + (committed - 1) * 8)
         (end,) = struct.unpack("<q", file.read(8))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.errors import StoreError
-from hookline.storage.store_files import MOST_SIZES, PAGE, Series, header_of, stored_dtype
+from hookline.storage.store_files import ENDS, MOST_SIZES, PAGE, Series, header_of, stored_dtype
 
 __all__ = ["blocks_of"]
 
@@ -237,7 +237,7 @@ def _blocks_and_counts(
     old: dict[tuple[str, str], Series],
     shard_bytes: int,
 ) -> tuple[list[Block], dict[str, int]]:
-    """Each series with the rows to append, and how many samples each place and the ids have."""
+    """Return each series with its new rows, and the numbers of samples of places and ids."""
     blocks: list[Block] = []
     counts: dict[str, int] = {}
 
@@ -247,16 +247,16 @@ def _blocks_and_counts(
             series = _series(place, part, rows, shard_bytes)
         blocks.append((series, rows))
 
-    def add(place: str, part: str, ends: str, rows: Tensor, lengths: list[int] | None) -> None:
+    def add(place: str, part: str, rows: Tensor, lengths: list[int] | None) -> None:
         what = repr(place) if part == "rows" else "ids"  # which a place may be named as well
         counts[what] = len(rows if lengths is None else lengths)
         put(place, part, rows)
         if lengths is not None:
-            put(place, ends, _ends(old.get((place, part)), lengths))
+            put(place, ENDS[part], _ends(old.get((place, part)), lengths))
 
     for place, value in values.items():
         varies = (place, "offsets") in old if old else isinstance(value, (list, tuple))
-        add(place, "rows", "offsets", *_rows_of(place, value, varies))
+        add(place, "rows", *_rows_of(place, value, varies))
     if ids is not None:
-        add("", "ids", "id offsets", *_ids_of(ids))
+        add("", "ids", *_ids_of(ids))
     return blocks, counts

@@ -106,7 +106,7 @@ class _Malformed(Exception):
 
 
 class _SavedHandler(CaptureHandler):
-    """What was captured at one place, without the module and its capture."""
+    """The values that were captured at one place, without the module and its capture."""
 
     saved_slicing: tuple[str | None, bool] = (None, False)
 
@@ -136,9 +136,7 @@ def _slicing(record: Record, place: Place) -> dict[str, Any]:
 
 
 def _write_calls(record: Record, place: Place, tensors: dict[str, Tensor]) -> Iterator[Any]:
-    """Yield the values at a place, call by call; the reason for a call without the part asked
-    for.
-    """
+    """Yield the value of each call at a place, or the reason why the call has none."""
     for n, value in record.numbered(place):
         if value is None and not is_gradient(place.port):
             try:

@@ -33,7 +33,7 @@ class OpenShard:
                 _write(self._file, header_of(series, 0).ljust(HEADER), 0)
             self._end = HEADER if fresh else os.fstat(self._file).st_size
             if ahead and not fresh:
-                self._let_go()  # of what a killed process had reserved
+                self._let_go()  # space that a killed process had reserved
         except BaseException:
             self.close()
             raise
@@ -71,7 +71,7 @@ class OpenShard:
         return False
 
     def _let_go(self) -> None:
-        os.ftruncate(self._file, self._end)  # of what is reserved, too
+        os.ftruncate(self._file, self._end)  # also cuts off reserved space
         self._reserved = 0
 
     def finish(self, *, sync: bool) -> None:

@@ -4,7 +4,7 @@
 - `read_json(path)`, `write_json(path, content, sync)`: the object in a JSON file
 - `parse_json(text, path)`: the object in a text that was read from a file
 - `strict_json(text)`: read JSON, and refuse what readers of JSON read differently
-- `is_deep(content)`: whether JSON is nested more deeply than hookline writes or reads
+- `is_deep(content)`: return True if JSON is nested more deeply than hookline writes or reads
 - `replace_file(path, text, sync)`: replace a file as a whole
 - `open_regular(path)`: open a regular file for reading
 - `most_files()`: how many files a writer keeps open; a reader keeps twice as many

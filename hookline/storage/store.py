@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from hookline.errors import StoreError
 from hookline.selecting import held_as
 from hookline.storage.recovery import recover
-from hookline.storage.store_files import Index, Series, ranks_of
+from hookline.storage.store_files import ENDS, Index, Series, ranks_of
 from hookline.storage.store_json import read_description
 from hookline.storage.store_writer import StoreWriter, Sync
 from hookline.storage.stored_rows import StoredRows, StoredSamples, positions_of
@@ -65,9 +65,9 @@ class Store:
         filled = [index for index in indexes if index.series]
         for place, part in dict.fromkeys((s.place, s.part) for i in filled for s in i.series):
             if part == "rows":
-                self._columns[place] = _column(folder, filled, place, "rows", "offsets")
+                self._columns[place] = _column(folder, filled, place, part)
             elif part == "ids":
-                self._ids = _column(folder, filled, "", "ids", "id offsets")
+                self._ids = _column(folder, filled, place, part)
         self._samples = sum(index.samples for index in indexes)
 
     @staticmethod
@@ -153,9 +153,7 @@ class Store:
     def batches(
         self, size: int, *, places: str | Sequence[str] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the samples in order, `size` at a time, as a dict of tensors (lists if they
-        vary).
-        """
+        """Yield dicts of `size` samples in order: tensors by place, lists if lengths vary."""
         if size < 1:
             asked = f"Batches of {size} samples were asked for."
             raise StoreError(asked, "There are none of that size.", "Ask for 1 or more.")
@@ -253,8 +251,10 @@ def _words(words: Iterable[NDArray[Any]]) -> list[str]:
 
 
 def _column(
-    folder: Path, indexes: list[Index], place: str, part: str, ends: str
+    folder: Path, indexes: list[Index], place: str, part: str
 ) -> StoredRows | StoredSamples:
+    """Return the rows of a place or of the ids, divided into samples if these vary in length."""
+
     def series(wanted: str) -> list[tuple[Index, Series]]:
         return [
             (index, one)
@@ -263,7 +263,7 @@ def _column(
             if (one.place, one.part) == (place, wanted)
         ]
 
-    rows, offsets = series(part), series(ends)
+    rows, offsets = series(part), series(ENDS[part])
     if not offsets:
         return StoredRows(folder, rows)
     ranks = [(index.samples, one.rows) for index, one in rows]

@@ -2,7 +2,8 @@
 
 - `StoredDtype`, `STORED_DTYPES`, `stored_dtype(dtype)`: the dtypes of safetensors, torch and numpy
 - `Series`: the rows of one place, of its offsets or of the sample ids, over the shards of a rank
-- `Index`: what one rank has committed; `read_index`, `index_json`; `IndexFile` writes it
+- `ENDS`: the part that says where each sample ends, for a part whose samples vary in length
+- `Index`: the committed rows of one rank; `read_index`, `index_json`; `IndexFile` writes it
 - `shard_path`, `index_path`: file names, made of numbers, never of places
 - `header_of(series, rows)`, `read_header(path, series)`: the first 64 KB of a shard
 
@@ -33,6 +34,7 @@ from hookline.operating_system import sync as sync_to_disk
 from hookline.storage.small_files import corrupt, open_regular, parse_json, read_json, replace_file
 
 __all__ = [
+    "ENDS",
     "HEADER",
     "MOST_SIZES",
     "PAGE",
@@ -53,8 +55,10 @@ __all__ = [
 ]
 
 HEADER = 65536  # bytes that a shard reserves in front of its data
-PAGE = 4096  # what lies in one page is written whole or not at all, also by a killed process
-MOST_SIZES = 32  # that the shape of a row may have
+PAGE = 4096  # one page is written whole or not at all, also by a killed process
+MOST_SIZES = 32  # dimensions that a row may have
+ENDS = {"rows": "offsets", "ids": "id offsets"}
+_ROWS = {ends: rows for rows, ends in ENDS.items()}
 _FORMAT, _VERSION = "hookline.store.index", 1
 
 
@@ -79,12 +83,11 @@ def _kinds() -> dict[str, StoredDtype]:
         "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
     }  # fmt: skip
     carriers = {"BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8", "BOOL": "uint8"}
-    carried = {**carriers, "BF16": "int16"}
     kinds: dict[str, StoredDtype] = {}
     for name, word in names.items():
-        carrier = getattr(torch, carried[name]) if name in carried else None
-        bytes_as = np.dtype(carriers.get(name, word))
-        kinds[name] = StoredDtype(name, getattr(torch, word), bytes_as, carrier)
+        carrier = carriers.get(name)
+        own = None if carrier is None else getattr(torch, carrier)
+        kinds[name] = StoredDtype(name, getattr(torch, word), np.dtype(carrier or word), own)
     return kinds
 
 
@@ -103,9 +106,7 @@ def stored_dtype(dtype: torch.dtype) -> StoredDtype | None:
 
 @dataclass
 class Series:
-    """The rows of one tensor that continues from shard to shard; each shard but the last is
-    full.
-    """
+    """The rows of one tensor, which fill one shard after another."""
 
     place: str  # "" for the ids of the samples
     part: str  # "rows", "offsets" (where each sample ends), "ids" or "id offsets"
@@ -114,6 +115,16 @@ class Series:
     shard_rows: int
     rows: int = 0
     shards: list[int] = field(default_factory=list[int])
+
+    @property
+    def rows_part(self) -> str | None:
+        """For offsets, the part with the rows that they divide into samples; else None."""
+        return _ROWS.get(self.part)
+
+    @property
+    def tensor_name(self) -> str:
+        """The name of the tensor in its shards."""
+        return self.place if self.part == "rows" else f"{self.place}#{self.part}"
 
     @cached_property
     def kind(self) -> StoredDtype:
@@ -135,8 +146,7 @@ class Series:
     @cached_property
     def header(self) -> tuple[bytes, bytes]:
         """The header of its shards, before and after the number of rows, up to the last byte."""
-        name = json.dumps(self.place if self.part == "rows" else f"{self.place}#{self.part}")
-        before = f'{{{name}:{{"dtype":"{self.dtype}","shape":['
+        before = f'{{{json.dumps(self.tensor_name)}:{{"dtype":"{self.dtype}","shape":['
         after = "".join(f",{size}" for size in self.shape) + '],"data_offsets":[0,'
         return struct.pack("<Q", HEADER - 8) + before.encode(), after.encode()
 
@@ -272,9 +282,7 @@ def _counts(values: Any, least: int = 0) -> bool:
 
 
 def read_index(folder: Path, rank: int) -> Index:
-    """Return the index of a rank; every field is checked, and nothing is allocated by its
-    claims.
-    """
+    """Return the index of a rank, with every field checked before anything is allocated."""
     path = index_path(folder, rank)
     content = read_json(path)
     if content.get("format") != _FORMAT or content.get("version") != _VERSION:
@@ -307,7 +315,7 @@ def _read_series(entry: Any, path: Path) -> Series:
     sound = (
         isinstance(place, str)
         and isinstance(dtype, str)
-        and part in ("rows", "offsets", "ids", "id offsets")
+        and part in (*ENDS, *_ROWS)
         and dtype in STORED_DTYPES
         and _counts(shape, 1)
         and len(shape) <= MOST_SIZES
@@ -322,7 +330,7 @@ def _read_series(entry: Any, path: Path) -> Series:
         raise corrupt(path, f"The shape of {place!r} in it makes no sense")
     if len(series.shards) != -(-rows // shard_rows):
         raise corrupt(path, f"{rows} rows of {place!r} do not fit its list of shards")
-    if part.endswith("offsets") and (dtype, series.shape) != ("I64", ()):
+    if series.rows_part and (dtype, series.shape) != ("I64", ()):
         raise corrupt(path, f"The offsets of {place!r} are not integers")
     return series
 
@@ -335,12 +343,10 @@ def _check_index(index: Index, path: Path) -> None:
     if any(number >= index.next_shard for number in numbers):
         raise corrupt(path, "It lists a shard that was never begun")
     for one in index.series:
-        ends = "id offsets" if one.part == "ids" else "offsets"
-        varies = one.part in ("rows", "ids") and (one.place, ends) in named
+        varies = (one.place, ENDS.get(one.part)) in named
         if not varies and one.rows != index.samples:
             raise corrupt(path, f"{one.place!r} has {one.rows} rows for {index.samples} samples")
-        rows = "ids" if one.part == "id offsets" else "rows"
-        if one.part.endswith("offsets") and (one.place, rows) not in named:
+        if one.rows_part and (one.place, one.rows_part) not in named:
             raise corrupt(path, f"{one.place!r} has offsets and no rows")
     if index.samples and not any(one.part == "rows" for one in index.series):
         raise corrupt(path, "It counts samples and has no places")
@@ -369,7 +375,7 @@ def read_header(path: Path, series: Series) -> tuple[int, int]:
         raise corrupt(path, f"It states a header of {length} bytes, not {HEADER - 8}")
     content = parse_json(text[8:], path)
     content.pop("__metadata__", None)
-    name = series.place if series.part == "rows" else f"{series.place}#{series.part}"
+    name = series.tensor_name
     entry = content.get(name)
     if set(content) != {name} or not isinstance(entry, dict):
         raise corrupt(path, f"It does not hold just one tensor {name!r}")

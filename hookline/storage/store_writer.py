@@ -84,11 +84,10 @@ class StoreWriter:
         self._held = contextlib.ExitStack()
         try:
             self._begin(metadata, resume)
-        except OSError as error:
+        except BaseException as error:
             self._held.close()
-            raise _failed(f"begin a store in {str(folder)!r}", error) from error
-        except BaseException:
-            self._held.close()
+            if isinstance(error, OSError):
+                raise _failed(f"begin a store in {str(folder)!r}", error) from error
             raise
 
     @property

@@ -32,7 +32,7 @@ from hookline.storage.store_files import HEADER, Index, Series, read_header, sha
 __all__ = ["StoredRows", "StoredSamples", "positions_of"]
 
 Key = int | slice | Sequence[int] | Sequence[bool] | Tensor | NDArray[Any]
-_PLAIN = (int, slice, EllipsisType, type(None))  # what torch takes along a dimension by itself
+_PLAIN = (int, slice, EllipsisType, type(None))  # indices that act on one dimension alone
 
 
 class _Shard:
@@ -82,12 +82,8 @@ class _Shard:
             time.sleep(0.01)
         return read_header(self.path, self.series)[0]
 
-    def __getstate__(self) -> tuple[Path, Series, int]:
-        return self.path, self.series, self.rows
-
-    def __setstate__(self, state: tuple[Path, Series, int]) -> None:
-        self.path, self.series, self.rows = state
-        self._array = None
+    def __reduce__(self) -> tuple[type[_Shard], tuple[Path, Series, int]]:
+        return _Shard, (self.path, self.series, self.rows)  # another process maps it for itself
 
 
 class StoredRows:
@@ -183,7 +179,7 @@ class StoredRows:
         if len(shards) == 1:
             base = self._starts[first]
             return self._shards[first].array[start - base : stop - base].copy()
-        for at in shards:  # what the index claims must be there before memory is asked for
+        for at in shards:  # map all rows before memory is allocated for them
             _ = self._shards[at].array
         result = self._empty(stop - start)
         for at in shards:
@@ -338,9 +334,7 @@ class StoredSamples:
 
 
 def positions_of(key: Any, total: int, place: str) -> NDArray[np.int64]:
-    """Return the positions that a list, a mask or a tensor names, from 0; raise for those
-    outside.
-    """
+    """Return the positions that a list, mask or tensor names; raise if one is outside."""
     if isinstance(key, Tensor) and key.dtype == torch.uint8:
         raise StoreError(
             f"Cannot read {place!r} with a tensor of uint8.",
