@@ -29,7 +29,8 @@ _NONE = -2  # instead of a backward pass, whose numbers are -1 or more: none cam
 class Entries(Sequence[tuple[int, "Kept | None"]]):
     """Calls by position, each with what was kept of it; None for one that gave nothing.
 
-    The items are in order, and begin with the number of their call; `read` makes an entry of one.
+    The items are in order and begin with the number of their call; `read` makes an entry of one. By
+    default they are entries already, which `tuple` leaves as they are.
     """
 
     def __init__(
