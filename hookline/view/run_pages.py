@@ -96,8 +96,6 @@ class RunPage:
             )
             for k, statistic in enumerate(statistics):
                 chunks[f"map:{number}:{k}"] = partial(self._map_chunk, kind, statistic)
-        for row, entry in enumerate(tree.entries):
-            chunks[entry.chunk] = partial(self._entry_chunk, row)
         moving = self.moving()
         moving["run"]["maps"] = maps
         content: dict[str, Any] = {
@@ -108,7 +106,7 @@ class RunPage:
             **moving,
             **tree.to_json(),
         }
-        return Page(content, chunks)
+        return Page(content, chunks | tree.chunks)
 
     def moving(self) -> dict[str, Any]:
         """Return the part of the page that changes as the run grows."""
@@ -167,6 +165,7 @@ class RunPage:
                 summary = {name: value for name, value in numbers if np.isfinite(value)}
             entry = tree.entry(
                 place,
+                partial(self._entry_chunk, n),
                 count=len(self.table.steps),
                 shape=None if row.shape is None else [*row.shape],
                 role="" if row.kind in _PAIRED else row.kind,
