@@ -24,6 +24,7 @@ from hookline.view.figures.axes import (
     GREY,
     ORANGE,
     axes_for,
+    by_name,
     figure_of,
     label_ticks,
     shorten,
@@ -104,14 +105,8 @@ def _finish(ax: Axes, words: str, rows: Sequence[Any], notes: Sequence[str]) -> 
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="x", color="0.92", linewidth=0.6)
     ax.set_axisbelow(True)
-    short, _ = shorten(names)
-    own = [
-        f"{name}: {', '.join(one.notes)}"
-        for name, one in zip(short, rows, strict=True)
-        if one.notes
-    ]
-    more = [f"remarks on {len(own) - 3} more"] if len(own) > 3 else []
-    title(ax, words, [*notes, *along, *own[:3], *more])
+    own = by_name(shorten(names)[0], [one.notes for one in rows])
+    title(ax, words, [*notes, *along, *own])
 
 
 def _of_values(source: Any, where: Any) -> list[_Spread]:
