@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from hookline.costs.call_tree import CallNode, CallTree
-from hookline.costs.footprints import Footprint, footprint_of
+from hookline.costs.footprints import footprint_of, show_shape
 from hookline.costs.module_sizes import ModuleSizes
 from hookline.costs.summary import ModuleCosts
 
@@ -42,14 +42,12 @@ class CallCosts:
             self._calls = {number: [] for number in first}
             for position, step in enumerate(tree.steps):
                 cast("list[int]", self._calls[step.number]).append(position)
-        self._known: dict[Any, Footprint] = {}  # most values in a model are alike
-        self._texts: dict[torch.Size, str] = {}
 
     def totals(self) -> dict[str, Any]:
         """Return the sums over the whole run."""
         # What called no other module.
         last = [s.made for position, s in enumerate(self._steps, 1) if s.after <= position]
-        kept = [footprint_of(made, self._known).bytes for made in last if made is not None]
+        kept = [footprint_of(made).bytes for made in last if made is not None]
         found: dict[str, Any] = {"activation_bytes": sum(kept)}
         found["called"] = len(self._calls.keys() - {-1})  # not those that are gone
         found["elsewhere"] = [self.places[number] for number in sorted(self._elsewhere)]
@@ -75,7 +73,7 @@ class CallCosts:
                 ranges.append(slice(position, until))
                 flops += sum(self._flops[position:until])
             if step.made is not None:
-                shapes, bytes_, dtype = footprint_of(step.made, self._known)
+                shapes, bytes_, dtype = footprint_of(step.made)
                 size += bytes_
                 if row.dtype is None:
                     row.output, row.dtype = shapes, dtype
@@ -91,9 +89,6 @@ class CallCosts:
 
     def _inputs_of(self, number: int, step: CallNode) -> Any:
         """Return the shapes of the arguments of a call by name."""
-        shape = step.given
-        if type(shape) is not torch.Size:
-            return shape
-        if shape not in self._texts:  # there are few in a model
-            self._texts[shape] = str(tuple(shape))
-        return {self._names[number]: self._texts[shape]}
+        if isinstance(step.given, torch.Size):
+            return {self._names[number]: show_shape(step.given)}
+        return step.given

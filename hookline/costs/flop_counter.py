@@ -16,17 +16,10 @@ from math import prod
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hookline.costs.flop_formulas import (
-    FREE,
-    PURE,
-    flops_of_call,
-    has_torchs_formulas,
-    is_own,
-    key_of_call,
-)
+from hookline.costs.flop_formulas import FREE, flops_of_call, has_torchs_formulas, is_own
 from hookline.torch_private import (
     DispatchMode,
     has_other_modes,
@@ -42,9 +35,6 @@ from hookline.torch_private import (
 __all__ = ["FlopCounter"]
 
 Formula = Callable[..., int]
-_PLAIN = frozenset({
-    Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype,
-})  # fmt: skip
 _aten: Any = torch.ops.aten
 _NestedTensor = nested_tensor_class()
 _own: dict[Any, Formula] = {}
@@ -146,11 +136,11 @@ def _formula_of(operation: Any) -> Formula | None:
 def _flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Call a formula; torch 2.10 refuses attention with fewer heads of keys than of queries."""
     try:
-        return _ask(formula, args, kwargs, out)
+        return formula(*args, **kwargs, out_val=out)
     except AssertionError:
         if formula.__module__ != "torch.utils.flop_counter":
             raise
-        return _ask(formula, _with_all_heads(args), kwargs, out)
+        return formula(*_with_all_heads(args), **kwargs, out_val=out)
 
 
 def _with_all_heads(args: Sequence[Any]) -> list[Any]:
@@ -163,24 +153,6 @@ def _with_all_heads(args: Sequence[Any]) -> list[Any]:
         else arg
         for arg in args
     ]
-
-
-def _ask(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Call a formula with shapes where it wants them, more quickly than torch does."""
-    inner = formula.__wrapped__ if getattr(formula, "__code__", None) is _wrapper() else None
-    if inner is None or kwargs or type(out) is not Tensor or not _PLAIN.issuperset(map(type, args)):
-        return formula(*args, **kwargs, out_val=out)
-    return inner(
-        *[arg.shape if isinstance(arg, Tensor) else arg for arg in args], out_shape=out.shape
-    )
-
-
-@cache
-def _wrapper() -> Any:
-    """Return the code of the function that torch puts around a formula for shapes."""
-    from torch.utils import flop_counter
-
-    return cast(Any, flop_counter).shape_wrapper(_unknown).__code__
 
 
 # What a mode does with an operation.
@@ -267,28 +239,20 @@ def _unknown(*args: Any, **kwargs: Any) -> int:
 
 
 class _KnownFlopsMode(TorchFunctionMode):
-    """A function mode that hides calls with known FLOPs from the dispatch mode."""
+    """A function mode that hides calls whose FLOPs follow from shapes from the dispatch mode."""
 
-    def __init__(self, counting: _CountingMode, certain: bool) -> None:
+    def __init__(self, counting: _CountingMode) -> None:
         super().__init__()
         self.counting = counting
-        self.certain = certain  # whether what follows from shapes is what the formulas say
-        self.known: dict[Any, int] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        key = flops = None
         # Of most calls the types are not named, for they are torch's own.
-        if self.certain and func in FREE and (not types or is_own(types)):
-            flops = 0
-        elif self.certain:
-            flops = flops_of_call(func, args, kwargs)
-        if flops is None and func in PURE:
-            key = key_of_call(func, args, kwargs or {})
-            flops = None if key is None else self.known.get(key)
+        free = func in FREE and (not types or is_own(types))
+        flops = 0 if free else flops_of_call(func, args, kwargs)
         if flops is None:
-            return self._counted(key, func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
         guard = without_dispatch_modes()
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
@@ -297,16 +261,6 @@ class _KnownFlopsMode(TorchFunctionMode):
         if flops:
             self.counting.total += flops
             self.counting.add(flops)
-        return result
-
-    def _counted(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """Let the dispatch mode count a call, and remember its FLOPs."""
-        if key is None:
-            return func(*args, **kwargs)
-        before, missed = self.counting.total, dict(self.counting.uncounted)
-        result = func(*args, **kwargs)
-        if self.counting.uncounted == missed:
-            self.known[key] = self.counting.total - before
         return result
 
 
@@ -328,9 +282,10 @@ class FlopCounter:
 
     def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
         self._mode = _CountingMode(add)
-        self._memory: _KnownFlopsMode | None = None
-        if shortcuts and without_dispatch_modes is not None and not has_other_modes():
-            self._memory = _KnownFlopsMode(self._mode, has_torchs_formulas())
+        self._shortcuts: _KnownFlopsMode | None = None
+        possible = without_dispatch_modes is not None and not has_other_modes()
+        if shortcuts and possible and has_torchs_formulas():
+            self._shortcuts = _KnownFlopsMode(self._mode)
 
     @property
     def total(self) -> int:
@@ -343,15 +298,15 @@ class FlopCounter:
     @property
     def certain(self) -> bool:
         """Return True if operations whose FLOPs follow from shapes may be hidden from it."""
-        return self._memory is not None and self._memory.certain
+        return self._shortcuts is not None
 
     def __enter__(self) -> FlopCounter:
         self._mode.__enter__()
-        if self._memory is not None:
-            self._memory.__enter__()
+        if self._shortcuts is not None:
+            self._shortcuts.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._memory is not None:
-            self._memory.__exit__(*error)
+        if self._shortcuts is not None:
+            self._shortcuts.__exit__(*error)
         self._mode.__exit__(*error)

@@ -164,7 +164,6 @@ def _counted(
         tree.ran = True
         if graded:
             backward_without_grads(_roots(output, backward))
-    tree.settle()
     return tree, counter
 
 
