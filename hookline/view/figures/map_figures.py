@@ -157,7 +157,7 @@ class _Grid(NamedTuple):
     """A grid of maps in one picture; sizes are in pixels of the maps."""
 
     columns: int
-    count: int
+    total: int
     height: int
     width: int
     below: int = 0  # the gap below each map
@@ -165,7 +165,7 @@ class _Grid(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return max(1, -(-self.count // self.columns))
+        return max(1, -(-self.total // self.columns))
 
     def corner(self, n: int) -> tuple[int, int]:
         """Return the row and the column of pixels at which a map begins."""
@@ -228,14 +228,14 @@ def _cover_gaps(ax: Axes, grid: _Grid) -> None:
         cover(0, row * height - grid.below, grid.columns * width, grid.below)
     for column in range(1, grid.columns):
         cover(column * width - grid.beside, 0, grid.beside, grid.rows * height)
-    for n in range(grid.count, grid.rows * grid.columns):
+    for n in range(grid.total, grid.rows * grid.columns):
         top, left = grid.corner(n)
         cover(left, top, width, height)
 
 
 def _number_maps(ax: Axes, grid: _Grid, numbers: Sequence[int]) -> None:
     """Write the number of each channel above its map."""
-    for n, number in enumerate(numbers[: grid.count]):
+    for n, number in enumerate(numbers[: grid.total]):
         top, left = grid.corner(n)
         ax.text(
             left - 0.5, top - 0.5, str(number), fontsize=6, va="bottom", ha="left", zorder=4,

@@ -315,7 +315,7 @@ def _labelled(found: Any) -> tuple[Array, Sequence[Any], Sequence[Any]]:
             f"It has the shape {array.shape}.",
             "Give a matrix: reduce the other dimensions first.",
         )
-    return array, *map(range, array.shape)
+    return array, range(array.shape[0]), range(array.shape[1])
 
 
 def _write(ax: Axes, array: Array, image: Any) -> None:
