@@ -140,7 +140,9 @@ def gather(
         tree.entry(place, note=note, count=len(calls))
 
 
-def items_chunk(summaries: Sequence[TensorSummary | None], labels: Sequence[str]) -> Chunk:
+def items_chunk(
+    summaries: Sequence[TensorSummary | None], labels: Sequence[str], prefix: str = ""
+) -> Chunk:
     """Return the chunk of an entry: its tensor summaries, labelled by call or sample."""
     items: list[dict[str, Any]] = []
     arrays: dict[str, NDArray[Any]] = {}
@@ -150,11 +152,11 @@ def items_chunk(summaries: Sequence[TensorSummary | None], labels: Sequence[str]
             continue
         item = {"label": label, **one.meta}
         if one.counts is not None:
-            item["counts"] = f"h{n}"
-            arrays[f"h{n}"] = one.counts.astype(np.uint32)
+            item["counts"] = f"{prefix}h{n}"
+            arrays[item["counts"]] = one.counts.astype(np.uint32)
         if one.picture is not None:
-            item["picture"] = f"p{n}"
-            arrays[f"p{n}"] = one.picture
+            item["picture"] = f"{prefix}p{n}"
+            arrays[item["picture"]] = one.picture
         items.append(item)
     return Chunk({"items": items}, arrays)
 

@@ -191,8 +191,7 @@ class RunPage:
         found = self.scalars()
         arrays: dict[str, npt.NDArray[Any]] = {}
         for n, one in enumerate(found):
-            arrays[f"s{n}"] = np.asarray(one["steps"], np.float64)
-            arrays[f"v{n}"] = np.asarray(one["values"], np.float64)
+            arrays |= {f"s{n}": one["steps"], f"v{n}": one["values"]}
         return Chunk({"names": [one["name"] for one in found]}, arrays)
 
     def _map_chunk(self, kind: str, statistic: str) -> Chunk:

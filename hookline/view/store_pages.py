@@ -84,17 +84,11 @@ def _entry_chunk(store: Store, place: str, shown: list[int], most: int) -> Chunk
     """Return the samples of a place, after an overview of many of them."""
     rows = _overview(store, place)
     summaries = [summarize_tensor(_sample(store, place, position), most) for position in shown]
-    labels = [str(position) for position in shown]
-    chunk = items_chunk(summaries, labels)
+    chunk = items_chunk(summaries, [str(position) for position in shown])
     if rows is None:
         return chunk
-    whole = items_chunk([summarize_tensor(rows, most)], ["all"])
-    arrays = {f"all-{name}": array for name, array in whole.arrays.items()}
-    item = whole.meta["items"][0]
-    for key in ("counts", "picture"):
-        if key in item:
-            item[key] = f"all-{item[key]}"
-    return Chunk({**chunk.meta, "all": item}, {**chunk.arrays, **arrays})
+    whole = items_chunk([summarize_tensor(rows, most)], ["all"], "all-")
+    return Chunk({**chunk.meta, "all": whole.meta["items"][0]}, {**chunk.arrays, **whole.arrays})
 
 
 def _overview(store: Store, place: str) -> Tensor | None:
