@@ -94,17 +94,11 @@ def has_torchs_formulas() -> bool:
     if found != _seen:
         home = flop_counter.__name__
         for operation, formula in known.items():
-            if _is_torchs(operation) and (
-                formula.__module__ != home or operation.__name__ in _FREE_OPERATIONS
-            ):
+            own = operator_library(operation) in ("aten", "prim", "prims")  # they call no others
+            if own and (formula.__module__ != home or operation.__name__ in _FREE_OPERATIONS):
                 return False
         _seen[:] = found
     return True
-
-
-def _is_torchs(operation: Any) -> bool:
-    """Return True for an operation of torch; none of its functions calls those of others."""
-    return operator_library(operation) in ("aten", "prim", "prims")
 
 
 def is_ordinary(tensors: Iterable[Tensor]) -> bool:

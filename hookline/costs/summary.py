@@ -11,8 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from textwrap import wrap
 from typing import Any, Protocol, cast
@@ -74,22 +73,21 @@ class ModuleCosts:
     trainable: int
     parameter_bytes: int
     buffer_bytes: int
-    # Defaults of fields that are not set.
-    shared_with: Sequence[str] = field(default=(), init=False)  # modules with the same parameters
-    aliases: Sequence[str] = field(default=(), init=False)  # other names of the same module
-    called: bool | None = field(default=None, init=False)
-    calls: int | None = field(default=None, init=False)
-    inputs: Any = field(default=None, init=False)  # shapes by argument, of the first call
-    output: Any = field(default=None, init=False)  # shapes, of the first call
-    dtype: str | None = field(default=None, init=False)  # of the first tensor in the output
-    varies: bool = field(default=False, init=False)  # whether a later call had another shape
-    activation_bytes: int | None = field(default=None, init=False)  # of the outputs of all calls
-    flops: int | None = field(default=None, init=False)
-    own_flops: int | None = field(default=None, init=False)
-    backward_flops: int | None = field(default=None, init=False)
-    own_backward_flops: int | None = field(default=None, init=False)
-    seconds: float | None = field(default=None, init=False)
-    backward_seconds: float | None = field(default=None, init=False)
+    shared_with: Sequence[str] = ()  # modules with the same parameters
+    aliases: Sequence[str] = ()  # other names of the same module
+    called: bool | None = None
+    calls: int | None = None
+    inputs: Any = None  # shapes by argument, of the first call
+    output: Any = None  # shapes, of the first call
+    dtype: str | None = None  # of the first tensor in the output
+    varies: bool = False  # whether a later call had another shape
+    activation_bytes: int | None = None  # of the outputs of all calls
+    flops: int | None = None
+    own_flops: int | None = None
+    backward_flops: int | None = None
+    own_backward_flops: int | None = None
+    seconds: float | None = None
+    backward_seconds: float | None = None
 
 
 class RowSource(Protocol):
@@ -199,9 +197,7 @@ class Summary:
             width: of the longest line; shapes and names are cut.
         """
         rows, left_out = self._rows(where, depth)
-        title = [self._title()]
-        if len(title[0]) > width:
-            title = wrap(title[0], width, subsequent_indent="  ", break_long_words=False)
+        title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
         return "\n".join([*title, *as_lines(_cells(rows), width), *self._notes(left_out)])
 
     def __str__(self) -> str:
@@ -234,7 +230,12 @@ class Summary:
         if isinstance(where, tuple):  # perhaps a pair with a port
             return tuple(map(self._named, cast("tuple[Any, ...]", where)))
         if callable(where):
-            return partial(_stands_in, self._paths_of(where))
+            paths = self._paths_of(where)
+
+            def is_asked_for(path: str, node: nn.Module) -> bool:
+                return path in paths
+
+            return is_asked_for
         if isinstance(where, Iterable) and not isinstance(where, str):
             return [*map(self._named, cast("Iterable[Any]", where))]
         return cast(Any, where)
@@ -287,10 +288,6 @@ class Summary:
             places = ", ".join(place or "''" for place in self.totals["elsewhere"])
             notes.append(f"called in another thread, and not measured there: {places}")
         return notes
-
-
-def _stands_in(paths: set[str], path: str, node: nn.Module) -> bool:
-    return path in paths
 
 
 class _Node(nn.Module):

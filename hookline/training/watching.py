@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from operator import index
 from typing import Any, cast
 
@@ -227,9 +228,9 @@ class watch(Anchored):
 
     def _begin_step(self) -> None:
         if self.steps % self._every == 0 and self._measures:
-            self._measurement = StepMeasurement(
-                self._plan, self._counts, self._scale, self._alarm
-            ).attach()
+            scale = partial(scale_of, self._scaler)
+            measurement = StepMeasurement(self._plan, self._counts, scale, self._alarm)
+            self._measurement = measurement.attach()
 
     def _alarm(self, count: int, scale: float) -> None:
         self._note([overflowed(self.steps, count, scale)])
@@ -245,9 +246,6 @@ class watch(Anchored):
     def _counts(self) -> bool:
         """Return True if a running forward belongs to the training."""
         return self._inner.training or torch.is_grad_enabled()
-
-    def _scale(self) -> float | None:
-        return scale_of(self._scaler)
 
     # -- what was found -------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from torch import nn
 
 from hookline.costs.summarizing import summarize
 from hookline.places.resolution import Place
-from hookline.training.run_files import Row
 from hookline.training.run_reading import Run
 from hookline.view.page import Chunk, Page
 from hookline.view.page_tree import PageTree, read_place
@@ -158,7 +157,7 @@ class RunPage:
         tree.module("", self.run.head.model)
         latest = self.table.values[:, :, -1] if len(self.table.steps) else None
         for n, row in enumerate(self.table.rows):
-            place = _place_of(row)
+            place = Place(read_place(row.place).path, _PORTS.get(row.kind, "output"))
             summary = None
             if latest is not None:
                 numbers = zip(self.table.statistics, latest[n].tolist(), strict=True)
@@ -230,8 +229,3 @@ def _visible_positions(values: npt.NDArray[np.float64], most: int) -> npt.NDArra
     found = within + np.arange(0, padded.size, stretch)
     ends = np.array([0, len(values) - 1])
     return np.unique(np.append(found.clip(max=len(values) - 1), ends))
-
-
-def _place_of(row: Row) -> Place:
-    """Return the place of a row: its module or parameter, at the port of its kind."""
-    return Place(read_place(row.place).path, _PORTS.get(row.kind, "output"))

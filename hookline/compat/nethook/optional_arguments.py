@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from inspect import Parameter
 from typing import Any, TypeAlias
 
@@ -77,7 +77,8 @@ class Invocation:
         """Return where each argument goes, for so many by position and these by name."""
         parameters = self._parameters
         places = {name: count + n for n, name in enumerate(names)}
-        named = {p.name: places.pop(p.name) for p in parameters if _takes_name(p, places)}
+        by_name = [p.name for p in parameters if p.kind in _BY_NAME and p.name in places]
+        named = {name: places.pop(name) for name in by_name}
         left: list[tuple[str | None, int]] = [*((None, n) for n in range(count)), *places.items()]
         positional: list[int] = []
         defaults: list[Any] = []
@@ -107,7 +108,3 @@ class Invocation:
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             positional += [n for _, n in left]
         return positional, named, defaults
-
-
-def _takes_name(parameter: Parameter, names: Collection[str]) -> bool:
-    return parameter.name in names and parameter.kind in _BY_NAME
