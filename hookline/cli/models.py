@@ -51,6 +51,12 @@ class Inputs(NamedTuple):
         with aside():
             return model(*self.args, **self.kwargs)
 
+    def as_batch(self) -> Any:
+        """Return one batch, for functions that take one."""
+        if self.args and self.kwargs:
+            return self.run
+        return self.args or self.kwargs
+
 
 # -- models ---------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class _LeafHooks(_TreeHooks):
         if tree is None:
             return self.stranger(module)
         try:
-            # Whether the forward of the innermost call calls it: then it is in this thread, too.
+            # If the forward of the innermost call calls it, it is in this thread, too.
             usual = tree.inside is _getframe(_UP)
         except ValueError:  # there are not so many
             usual = False
@@ -297,12 +297,13 @@ class CallTree(Entering):
         self.off()
         try:
             plain = not (kwargs or self._own) and len(args) == 1 and is_plain(args[0])
-            step.given = args[0].shape if plain else self._name_shapes(module, args, kwargs)
+            if plain:
+                step.given = args[0].shape
+            else:
+                named = bind(module, args, kwargs or _NOTHING)
+                step.given = {str(name): shapes_of(value) for name, value in named.items()}
         finally:
             self.on(None, None, None)
-
-    def _name_shapes(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-        return {str(n): shapes_of(v) for n, v in bind(module, args, kwargs or _NOTHING).items()}
 
     def first_names(self) -> dict[int, str]:
         """Return the names of the first arguments of modules, where their class tells them."""

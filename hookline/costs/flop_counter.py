@@ -155,7 +155,7 @@ def _with_all_heads(args: Sequence[Any]) -> list[Any]:
     ]
 
 
-# What a mode does with an operation.
+# The ways in which a mode treats an operation.
 _PASS, _DECOMPOSE, _DECLINE = object(), object(), object()
 # Tensor subclasses are asked for these; a mode must not answer in their stead.
 _GEOMETRY = {
@@ -248,7 +248,7 @@ class _KnownFlopsMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Of most calls the types are not named, for they are torch's own.
+        # In most calls no types are named, since they are torch's own.
         free = func in FREE and (not types or is_own(types))
         flops = 0 if free else flops_of_call(func, args, kwargs)
         if flops is None:

@@ -32,7 +32,7 @@ class Footprint(NamedTuple):
     dtype: str
 
 
-# Of one ordinary tensor its shape and dtype are kept as they are: text is made of them later.
+# The shape and dtype of one ordinary tensor are kept as they are: text is made of them later.
 Noted = Footprint | tuple[torch.Size, torch.dtype]
 
 

@@ -121,7 +121,7 @@ class _TensorColumn:
     ) -> None:
         self._starts = [0, *accumulate(map(len, tables))]
         self._keys: list[int] = []
-        # What is asked of every tensor is asked of all at once: that is much faster.
+        # Each property is read from all tensors at once: that is much faster.
         if dense:
             self._bytes = [0 if t is None else t.nbytes for t in tensors]
         else:

@@ -2,7 +2,6 @@
 
 - `Summary`: the result of `summarize`
 - `ModuleCosts`: the costs of one module
-- `RowSource`: makes the rows of a summary when they are read
 - `shapes_of(value)`: the shapes in a value, in its structure
 """
 
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from textwrap import wrap
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -27,7 +26,11 @@ from hookline.torch_private import submodules_of
 from hookline.values.nested import children
 from hookline.values.tables import show_bytes
 
-__all__ = ["ModuleCosts", "RowSource", "Summary", "shapes_of"]
+if TYPE_CHECKING:
+    from hookline.costs.call_costs import CallCosts
+    from hookline.costs.module_sizes import ModuleSizes
+
+__all__ = ["ModuleCosts", "Summary", "shapes_of"]
 
 _MOST = 60  # rows that are shown if nothing is said
 _PLAIN = (bool, int, float, complex, str)
@@ -90,18 +93,6 @@ class ModuleCosts:
     backward_seconds: float | None = None
 
 
-class RowSource(Protocol):
-    """Makes the rows of a summary when they are read."""
-
-    places: list[str]  # of all modules
-    depths: list[int]
-    packed: list[str]  # those whose weights are packed, and no parameters
-
-    def make_row(self, number: int) -> ModuleCosts:
-        """Return the costs of a module, by its number."""
-        ...
-
-
 class Summary:
     """The costs of each module: `summary[place]`, `summary.totals`, and a table as text.
 
@@ -114,9 +105,11 @@ class Summary:
       1      ReLU        (32, 16)  (32, 16)                   2.0 KB
     """
 
-    def __init__(self, model: nn.Module, source: RowSource) -> None:
+    def __init__(
+        self, model: nn.Module, sizes: ModuleSizes, calls: CallCosts | None = None
+    ) -> None:
         self.model = type(model).__name__
-        self._source = source
+        self._sizes, self._calls = sizes, calls
         self._alive: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._made: dict[int, ModuleCosts] = {}  # rows that were read, by number
         whole = self._row(0)
@@ -135,7 +128,7 @@ class Summary:
             "backward_seconds": None,
             "peak_bytes": None,
             "uncounted": {},
-            "packed": source.packed,
+            "packed": sizes.packed,
             "elsewhere": [],  # modules that other threads called meanwhile: that is not measured
         }
 
@@ -143,9 +136,11 @@ class Summary:
         return self.__dict__ | {"_alive": None}  # a model stays in its process
 
     def _row(self, number: int) -> ModuleCosts:
-        """Return the row of a module, the same object each time."""
+        """Return the row of a module, made when it is first read."""
         if number not in self._made:
-            self._made[number] = self._source.make_row(number)
+            row = self._made[number] = self._sizes.make_row(number)
+            if self._calls is not None:
+                self._calls.fill(row, number)
         return self._made[number]
 
     @property
@@ -168,7 +163,7 @@ class Summary:
         return iter(self.modules)
 
     def __len__(self) -> int:
-        return len(self._source.places)
+        return len(self._sizes.places)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, ready for JSON: `model`, `totals`, `modules`."""
@@ -200,9 +195,6 @@ class Summary:
         title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
         return "\n".join([*title, *as_lines(_cells(rows), width), *self._notes(left_out)])
 
-    def __str__(self) -> str:
-        return self.show()
-
     def __repr__(self) -> str:
         return self.show()
 
@@ -212,12 +204,12 @@ class Summary:
 
     def _rows(self, where: Where | None, depth: int | None) -> tuple[list[ModuleCosts], int]:
         """Return the rows to show, and how many are left out for being too deep."""
-        places = self._source.places
+        places = self._sizes.places
         numbers = range(len(places))
         if where is not None:
             paths = {place.path for place in select(_skeleton(places), self._named(where))}
             numbers = [number for number in numbers if places[number] in paths]
-        depths = [self._source.depths[number] for number in numbers]
+        depths = [self._sizes.depths[number] for number in numbers]
         if depth is None:
             at = Counter(depths)
             sums = accumulate([at[depth] for depth in range(max(at, default=0) + 1)])

@@ -64,22 +64,19 @@ class TensorBoardWriter(Writer):
 
     def measured(self, measured: Measured) -> None:
         with self._writing():
-            self._write(measured)
-
-    def _write(self, measured: Measured) -> None:
-        for tag, value in measured.scalars(self.statistics):
-            self.writer.add_scalar(tag, value, measured.step, measured.time)
-        for number, bins in measured.histograms.items():
-            row, (mean, std) = measured.rows[number], measured.values[number, :2].tolist()
-            counts = np.asarray(bins.counts)
-            count = int(counts.sum())
-            self.writer.add_histogram_raw(
-                f"{row.kind}/{row.place or 'model'}", bins.low, bins.high, count, mean * count,
-                (std**2 + mean**2) * count,
-                np.linspace(bins.low, bins.high, len(counts) + 1)[1:].tolist(),
-                counts.tolist(), measured.step, walltime=measured.time,
-            )  # fmt: skip
-        self.writer.flush()
+            for tag, value in measured.scalars(self.statistics):
+                self.writer.add_scalar(tag, value, measured.step, measured.time)
+            for number, bins in measured.histograms.items():
+                row, (mean, std) = measured.rows[number], measured.values[number, :2].tolist()
+                counts = np.asarray(bins.counts)
+                count = int(counts.sum())
+                self.writer.add_histogram_raw(
+                    f"{row.kind}/{row.place or 'model'}", bins.low, bins.high, count, mean * count,
+                    (std**2 + mean**2) * count,
+                    np.linspace(bins.low, bins.high, len(counts) + 1)[1:].tolist(),
+                    counts.tolist(), measured.step, walltime=measured.time,
+                )  # fmt: skip
+            self.writer.flush()
 
     def scalar(self, step: int, name: str, value: float) -> None:
         with self._writing():

@@ -367,7 +367,7 @@ class StepMeasurement(Context):
 
     def _add(self, number: int, found: Moments) -> None:
         own = self.found.get(number)
-        # What a parameter has is the sum over all backwards already.
+        # The gradient of a parameter is the sum over all backwards already.
         total = own is None or self.plan.rows[number].kind == "weight_grad"
         self.found[number] = found if total else cast(Moments, own).merged(found)
 

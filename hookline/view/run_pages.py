@@ -218,7 +218,7 @@ class RunPage:
 def _visible_positions(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.intp]:
     """Return positions of the least, the greatest and any non-finite value in each stretch.
 
-    So a single bad step stays visible. The first and the last position are among them.
+    A single bad step stays visible. The first and the last position are among them.
     """
     stretch = -(-len(values) // (most // 3))
     padded = np.pad(values, (0, -len(values) % stretch), mode="edge").reshape(-1, stretch)

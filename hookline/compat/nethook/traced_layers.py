@@ -1,7 +1,7 @@
 """One traced layer, with its options, input and output.
 
 - `Traced`: a layer with its `.input` and `.output`
-- `LayerOptions`: what to do at a layer
+- `LayerOptions`: the options of a trace for one layer
 - `NotRetained`: the error for a value that was not retained
 """
 
@@ -25,7 +25,7 @@ class NotRetained(NotCaptured, AttributeError):
 
 
 class LayerOptions(NamedTuple):
-    """What to do at a layer; see `Trace`."""
+    """The options of a trace for one layer; see `Trace`."""
 
     retain_output: bool = True
     retain_input: bool = False
