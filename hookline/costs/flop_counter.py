@@ -11,6 +11,7 @@ compute experts, and bilinear layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from math import prod
 from typing import Any, cast
@@ -273,7 +274,8 @@ class FlopCounter:
     >>> counted, counter.total
     ([60], 60)
 
-    `uncounted` has the operations of other libraries, which have no formula, with their calls.
+    `uncounted` has the operations of other libraries, which have no formula, with their calls;
+    `certain` is True if operations whose FLOPs follow from shapes may be hidden from the counter.
 
     Args:
         add: is called with FLOPs as they happen.
@@ -282,10 +284,9 @@ class FlopCounter:
 
     def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
         self._mode = _CountingMode(add)
-        self._shortcuts: _KnownFlopsMode | None = None
         possible = without_dispatch_modes is not None and not has_other_modes()
-        if shortcuts and possible and has_torchs_formulas():
-            self._shortcuts = _KnownFlopsMode(self._mode)
+        self.certain = shortcuts and possible and has_torchs_formulas()
+        self._modes = ExitStack()
 
     @property
     def total(self) -> int:
@@ -295,18 +296,11 @@ class FlopCounter:
     def uncounted(self) -> dict[str, int]:
         return self._mode.uncounted
 
-    @property
-    def certain(self) -> bool:
-        """Return True if operations whose FLOPs follow from shapes may be hidden from it."""
-        return self._shortcuts is not None
-
     def __enter__(self) -> FlopCounter:
-        self._mode.__enter__()
-        if self._shortcuts is not None:
-            self._shortcuts.__enter__()
+        self._modes.enter_context(self._mode)
+        if self.certain:
+            self._modes.enter_context(_KnownFlopsMode(self._mode))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._shortcuts is not None:
-            self._shortcuts.__exit__(*error)
-        self._mode.__exit__(*error)
+        self._modes.__exit__(*error)

@@ -273,12 +273,13 @@ class Summary:
         if self.totals["uncounted"]:
             calls = ", ".join(f"{name} ({n} ×)" for name, n in self.totals["uncounted"].items())
             notes.append(f"without a formula, and so not in the FLOPs: {calls}")
-        if self.totals["packed"]:
-            places = ", ".join(place or "''" for place in self.totals["packed"])
-            notes.append(f"quantised weights, which are not in the parameters: {places}")
-        if self.totals["elsewhere"]:
-            places = ", ".join(place or "''" for place in self.totals["elsewhere"])
-            notes.append(f"called in another thread, and not measured there: {places}")
+        for name, words in (
+            ("packed", "quantised weights, which are not in the parameters"),
+            ("elsewhere", "called in another thread, and not measured there"),
+        ):
+            if self.totals[name]:
+                places = ", ".join(place or "''" for place in self.totals[name])
+                notes.append(f"{words}: {places}")
         return notes
 
 
