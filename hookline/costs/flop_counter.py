@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hookline.costs.flop_formulas import FREE, flops_of_call, has_torchs_formulas, is_own
+from hookline.costs.flop_formulas import (
+    FREE,
+    PURE,
+    flops_of_call,
+    has_torchs_formulas,
+    is_own,
+    key_of_call,
+)
 from hookline.torch_private import (
     DispatchMode,
     has_other_modes,
@@ -240,20 +247,28 @@ def _unknown(*args: Any, **kwargs: Any) -> int:
 
 
 class _KnownFlopsMode(TorchFunctionMode):
-    """A function mode that hides calls whose FLOPs follow from shapes from the dispatch mode."""
+    """A function mode that hides calls with known FLOPs from the dispatch mode."""
 
-    def __init__(self, counting: _CountingMode) -> None:
+    def __init__(self, counting: _CountingMode, certain: bool) -> None:
         super().__init__()
         self.counting = counting
+        self.certain = certain  # whether FLOPs that follow from shapes are those of the formulas
+        self.known: dict[Any, int] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        key = flops = None
         # In most calls no types are named, since they are torch's own.
-        free = func in FREE and (not types or is_own(types))
-        flops = 0 if free else flops_of_call(func, args, kwargs)
+        if self.certain and func in FREE and (not types or is_own(types)):
+            flops = 0
+        elif self.certain:
+            flops = flops_of_call(func, args, kwargs)
+        if flops is None and func in PURE:
+            key = key_of_call(func, args, kwargs or {})
+            flops = None if key is None else self.known.get(key)
         if flops is None:
-            return func(*args, **(kwargs or {}))
+            return self._counted(key, func, args, kwargs or {})
         guard = without_dispatch_modes()
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
@@ -262,6 +277,16 @@ class _KnownFlopsMode(TorchFunctionMode):
         if flops:
             self.counting.total += flops
             self.counting.add(flops)
+        return result
+
+    def _counted(self, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let the dispatch mode count a call, and remember its FLOPs."""
+        if key is None:
+            return func(*args, **kwargs)
+        before, missed = self.counting.total, dict(self.counting.uncounted)
+        result = func(*args, **kwargs)
+        if self.counting.uncounted == missed:
+            self.known[key] = self.counting.total - before
         return result
 
 
@@ -285,7 +310,8 @@ class FlopCounter:
     def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
         self._mode = _CountingMode(add)
         possible = without_dispatch_modes is not None and not has_other_modes()
-        self.certain = shortcuts and possible and has_torchs_formulas()
+        self._shortcuts = shortcuts and possible
+        self.certain = self._shortcuts and has_torchs_formulas()
         self._modes = ExitStack()
 
     @property
@@ -298,8 +324,8 @@ class FlopCounter:
 
     def __enter__(self) -> FlopCounter:
         self._modes.enter_context(self._mode)
-        if self.certain:
-            self._modes.enter_context(_KnownFlopsMode(self._mode))
+        if self._shortcuts:
+            self._modes.enter_context(_KnownFlopsMode(self._mode, self.certain))
         return self
 
     def __exit__(self, *error: Any) -> None:

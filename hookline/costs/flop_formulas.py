@@ -4,6 +4,7 @@
 - `flops_of_linear(given, made)`: FLOPs of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: FLOPs of a call of a torch function, if they are known
 - `FREE`: functions without FLOPs, on tensors of types for which `is_own(types)` holds
+- `key_of_call(function, args, kwargs)`: what the FLOPs of a function in `PURE` depend on
 - `is_ordinary(tensors)`: whether these rules hold for a model with these tensors
 - `is_dense(tensors)`: whether tensors are of torch's own types, and hold what their shapes say
 - `has_torchs_formulas()`: whether the formulas are those that torch registers
@@ -17,7 +18,7 @@ exists for an operation that counts as free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,15 +33,23 @@ from hookline.torch_private import (
 
 __all__ = [
     "FREE",
+    "PURE",
     "flops_of_call",
     "flops_of_linear",
     "has_torchs_formulas",
     "is_dense",
     "is_ordinary",
     "is_own",
+    "key_of_call",
     "sort_leaves",
 ]
 
+# Functions that are nothing but operations, the same ones whenever the arguments are alike.
+PURE: frozenset[Any] = frozenset({
+    F.linear, F.scaled_dot_product_attention, torch.conv1d, torch.conv2d, torch.conv3d,
+    torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, Tensor.matmul,
+    Tensor.__matmul__, Tensor.bmm, Tensor.mm,
+})  # fmt: skip
 # Functions and modules of torch whose operations have no formula.
 FREE: frozenset[Any] = frozenset({
     F.layer_norm, F.embedding, F.silu, F.gelu, F.relu, F.softmax, F.group_norm, torch.relu,
@@ -72,8 +81,9 @@ _FREE_OPERATIONS = frozenset({
     "sum", "t", "tanh", "to", "transpose", "true_divide", "unflatten", "unsqueeze", "view",
     "view_as",
 })  # fmt: skip
+_SIMPLE = frozenset({type(None), bool, int, float, str, torch.dtype})
 _TENSORS = frozenset({Tensor, nn.Parameter})
-_PLAIN = _TENSORS | {type(None), bool, int, float, str, torch.dtype}
+_PLAIN = _TENSORS | _SIMPLE
 _DEVICES = frozenset({"cpu", "cuda", "meta"})  # others have kernels of their own
 _strided = torch.strided
 _seen: list[Any] = []  # operations and formulas that were found to be torch's
@@ -216,3 +226,22 @@ def _are_dense(*tensors: Any) -> bool:
     first = tensors[0]
     # Inside vmap, a tensor has more than it shows.
     return (first.is_cpu or first.device.type in _DEVICES) and transform_stack() is None
+
+
+def key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the FLOPs of a call of a pure function depend on; None if that is not known."""
+    if transform_stack() is not None:
+        return None
+    found: list[Any] = [func, torch.is_grad_enabled()]
+    items: tuple[Any, ...] = (*args, *kwargs, *kwargs.values())
+    for item in items:
+        kind = cast(Any, type(item))
+        if kind in _TENSORS:
+            if item.is_nested or item.layout is not torch.strided:
+                return None
+            found.append((item.shape, item.dtype, item.device, item.requires_grad))
+        elif kind in _SIMPLE or (kind is tuple and all(type(n) is int for n in item)):
+            found.append(item)
+        else:
+            return None
+    return tuple(found)
