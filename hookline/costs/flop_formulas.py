@@ -4,10 +4,10 @@
 - `flops_of_linear(given, made)`: FLOPs of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: FLOPs of a call of a torch function, if they are known
 - `FREE`: functions without FLOPs, on tensors of types for which `is_own(types)` holds
-- `key_of_call(function, args, kwargs)`: what the FLOPs of a function in `PURE` depend on
-- `is_ordinary(tensors)`: whether these rules hold for a model with these tensors
-- `is_dense(tensors)`: whether tensors are of torch's own types, and hold what their shapes say
-- `has_torchs_formulas()`: whether the formulas are those that torch registers
+- `key_of_call(function, args, kwargs)`: a key for the FLOPs of a function in `PURE`
+- `is_ordinary(tensors)`: True if these rules hold for a model with these tensors
+- `is_dense(tensors)`: True for dense tensors of torch's own types
+- `has_torchs_formulas()`: True if the formulas are those that torch registers
 
 The dispatcher needs about 5 µs for each operation; a linear layer is several operations, attention
 two dozen. These formulas give the same FLOPs as the dispatcher, and tests compare both for all of

@@ -2,7 +2,7 @@
 
 - `note(value)`: a quick note of a value, taken between the calls of a model
 - `Footprint`: shapes, bytes and dtype of a value; `footprint_of(noted)` makes it from a note
-- `is_plain(value)`: whether a value is one ordinary tensor, as most are
+- `is_plain(value)`: True if a value is one ordinary tensor, as most are
 - `size_of(tensor)`: its bytes; `show_shape(shape)`: a shape as text
 """
 

@@ -2,7 +2,7 @@
 
 - `model_sizes(model)`: a `Summary` with everything that needs no batch
 - `ModuleSizes(contents)`: the sizes of each module; rows are made when they are read
-- `has_uninitialized(tensors)`: whether some belong to lazy modules, and have no size so far
+- `has_uninitialized(tensors)`: True if some belong to lazy modules, and have no size so far
 - `copy_uninitialized(model, tensors)`: a copy of a model with such tensors
 """
 

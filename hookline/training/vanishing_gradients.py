@@ -1,7 +1,7 @@
 """Find gradients that vanish or explode on their way from the output to the first layers.
 
 - `judge_depths(sizes)`: the gradients that are far too small or too large beside the later ones
-- `advise_on(share)`: what to try, by the relative size
+- `advise_on(share)`: advice by the relative size
 """
 
 from __future__ import annotations

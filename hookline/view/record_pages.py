@@ -1,7 +1,7 @@
 """Make the page of a record: each place with its calls, and gradients beside their values.
 
 - `page_of_record(record, model, …)`: the page
-- `add_record(…)`: add the entries of all its places; `gather(…)`: of one, from its values
+- `add_record(…)`: add the entries of all its places; `gather(…)`: add those of one place
 - `items_chunk(summaries, labels)`: the chunk of an entry
 - `page_of_tree`, `share`, `facts_of`, `BUDGET`: for other pages
 """

@@ -1,7 +1,7 @@
 """Make the page of a training run: curves, layers × steps, and the change of each place over time.
 
 - `page_of_run(run, …)`: the page
-- `RunPage`: the same for the live view, which reads on as the run grows
+- `RunPage`: the page for the live view, which reads on as the run grows
 """
 
 from __future__ import annotations

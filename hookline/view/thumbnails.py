@@ -1,7 +1,7 @@
 """Draw tiny pictures of tensors for notebooks, as PNG files, without other libraries.
 
 - `thumbnail(tensor)`: a tensor of any shape as a small picture, in an `<img>` that holds its data
-- `bars(counts)`: the same for a histogram
+- `bars(counts)`: a histogram as a small picture
 - `extent(tensor)`: the least and the greatest value, in words
 - `png(pixels, palette)`: the bytes of a PNG
 """

@@ -1,7 +1,7 @@
 """Call a function with only the arguments that it takes.
 
 - `invoke_with_optional_args(fn, *args, **kwargs)`: the original name
-- `Invocation`: the same for many calls of one function, whose signature is read once
+- `Invocation`: a function for many such calls, whose signature is read once
 """
 
 from __future__ import annotations

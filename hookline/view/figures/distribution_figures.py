@@ -1,7 +1,7 @@
 """Figures of the distribution of values.
 
-- `histograms(source, where)`: of a value, or of a few over each other
-- `ridge(source, where)`: of many layers, one above the other
+- `histograms(source, where)`: the distribution of a value, or of a few over each other
+- `ridge(source, where)`: the distributions of many layers, one above the other
 """
 
 from __future__ import annotations

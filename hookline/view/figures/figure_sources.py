@@ -3,7 +3,7 @@
 - `NamedTensors`: the tensors at one place, one for each call
 - `gather(source, where)`: those of a record, a store, a model, a mapping or a tensor
 - `matching(names, where)`: the names that a place or a pattern means
-- `kept_places(run, where, kind)`: the same for a kind of rows of a run
+- `kept_places(run, where, kind)`: the places of a run that have a kind of rows
 - `one(named, call)`: the only tensor, or that of a call
 """
 
