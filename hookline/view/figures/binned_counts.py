@@ -72,11 +72,10 @@ def distributions(
 def _of_samples(samples: Sequence[NumberSample], bins: int) -> list[Counts]:
     """Return the distributions of numbers, in bins that all of them share."""
     edges = edges_of([sample.values for sample in samples], bins)
-    made: list[Counts] = []
-    for sample in samples:
-        counts = np.histogram(sample.values, edges)[0]
-        made.append(Counts(sample.name, counts, edges, tuple(sample.notes)))
-    return made
+    return [
+        Counts(sample.name, np.histogram(sample.values, edges)[0], edges, tuple(sample.notes))
+        for sample in samples
+    ]
 
 
 def edges_of(arrays: Sequence[Array], bins: int) -> Array:
