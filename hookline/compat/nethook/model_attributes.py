@@ -58,6 +58,7 @@ class _Retained(_Table):
 def retain_layers(model: nn.Module, layer_names: Iterable[Layer]) -> None:
     """Retain the outputs of layers in the dict `model.retained`, detached, after all edits.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
     >>> retain_layers(model, [("1", "relu")])
     >>> _ = model(torch.tensor([-1.0, 1.0]))
@@ -78,6 +79,7 @@ def retain_layers(model: nn.Module, layer_names: Iterable[Layer]) -> None:
 def edit_layers(model: nn.Module, layer_names: Iterable[Layer]) -> None:
     """Make layers return `x * (1 - a) + r * a`, with `a` and `r` from dicts on the model.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Identity())
     >>> edit_layers(model, ["0"])
     >>> model.ablation["0"], model.replacement["0"] = 0.5, 10.0
