@@ -403,9 +403,9 @@ def test_a_page_labels_the_calls_with_their_numbers():
     model = CallsOneFiveTimes()
     with hl.capture(model, "layer", calls={1, 3}) as record:
         forward_and_backward_of(model)
-    outline, chunks = PageTree(), {}
-    add_record(outline, chunks, record, 1000, [])
-    (chunk,) = [make() for make in chunks.values()]
+    outline = PageTree()
+    add_record(outline, record, 1000)
+    (chunk,) = [make() for make in outline.chunks.values()]
     assert [item["label"] for item in chunk.meta["items"]] == ["1", "3"]
     assert outline.entries[0].count == 4
 

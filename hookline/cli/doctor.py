@@ -58,12 +58,17 @@ def _versions() -> list[Row]:
     note = "tested" if tested else f"not tested; the tests run with {', '.join(PYTHONS)}"
     rows: list[Row] = [("hookline", hl.__version__, ""), ("Python", python, note)]
     for name in ("torch", "numpy", "safetensors"):
-        try:
-            note = _torch_note() if name == "torch" else ""
-            rows.append((name, importlib.metadata.version(name), note))
-        except importlib.metadata.PackageNotFoundError:
-            rows.append((name, "broken", f"not installed; pip install {name}"))
+        note = _torch_note() if name == "torch" else ""
+        rows.append(_installed(name, note, "broken", f"not installed; pip install {name}"))
     return rows
+
+
+def _installed(package: str, note: str, otherwise: str, remedy: str) -> Row:
+    """Return the version of a package, or another state with a remedy if it is not there."""
+    try:  # not by find_spec, which takes the folder that wandb writes for wandb
+        return package, importlib.metadata.version(package), note
+    except importlib.metadata.PackageNotFoundError:
+        return package, otherwise, remedy
 
 
 def _torch_note() -> str:
@@ -159,10 +164,7 @@ def _devices() -> list[Row]:
 
 
 def _extras() -> list[Row]:
-    rows: list[Row] = []
-    for extra, (package, purpose) in _EXTRAS.items():
-        try:  # not by find_spec, which takes the folder that wandb writes for wandb
-            rows.append((package, importlib.metadata.version(package), purpose))
-        except importlib.metadata.PackageNotFoundError:
-            rows.append((package, "absent", f"{purpose}; pip install 'hookline[{extra}]'"))
-    return rows
+    return [
+        _installed(package, purpose, "absent", f"{purpose}; pip install 'hookline[{extra}]'")
+        for extra, (package, purpose) in _EXTRAS.items()
+    ]

@@ -24,7 +24,6 @@ from hookline.cli.options import (
     where_option,
 )
 from hookline.cli.output import Screen, aside, show_number
-from hookline.cli.summary_and_compare import batch_of
 from hookline.places.grammar import is_gradient, parse
 from hookline.values.nested import leaves
 from hookline.values.quantisation import dequantised
@@ -107,7 +106,7 @@ def _seen(
         rows += [(str(place), _kind(model, place), "nothing", "") for place in record.unfired()]
     if operations:
         with aside():
-            listing: Any = hl.select(model, *operations, inputs=batch_of(batch))
+            listing: Any = hl.select(model, *operations, inputs=batch.as_batch())
         rows += [(str(p), "operation", *row) for p, row in listing.rows.items()]
     return rows
 

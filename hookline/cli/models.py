@@ -51,6 +51,12 @@ class Inputs(NamedTuple):
         with aside():
             return model(*self.args, **self.kwargs)
 
+    def as_batch(self) -> Any:
+        """Return one batch, for functions that take one."""
+        if self.args and self.kwargs:
+            return self.run
+        return self.args or self.kwargs
+
 
 # -- models ---------------------------------------------------------------------------------------
 
@@ -190,10 +196,11 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
             config = auto(name)
         except Exception as error:
             known: list[str] = list(transformers.CONFIG_MAPPING)
-            close = difflib.get_close_matches(name, known, n=3)
+            close = ", ".join(difflib.get_close_matches(name, known, n=3))
+            closest = f" (closest: {close})" if close else ""
             raise CommandError(
                 asked,
-                f"It is no folder, no architecture{_among(close)}, and was not had from the hub "
+                f"It is no folder, no architecture{closest}, and was not had from the hub "
                 f"({type(error).__name__}; --debug shows it).",
                 "Give a folder, a name on the hub, or an architecture with --random-weights.",
             ) from error
@@ -212,10 +219,6 @@ def _load_transformers(name: str, random_weights: bool) -> nn.Module:
         return _guarded(asked, lambda: (kind or transformers.AutoModel.from_config)(config))
     load: Any = (kind or transformers.AutoModel).from_pretrained
     return _guarded(asked, lambda: load(name, local_files_only=local, use_safetensors=True))
-
-
-def _among(names: Sequence[str]) -> str:
-    return f" (closest: {', '.join(names)})" if names else ""
 
 
 def _class_of(transformers: Any, config: Any) -> Any:

@@ -3,7 +3,7 @@
 - `Screen`: where one command's output goes
 - `aside()`: a context for user code that may print
 - `fail(error)`: print an error in its three parts
-- `is_terminal()`: whether stdout is one
+- `is_terminal()`: True if stdout is a terminal
 - `show_number(number, what)`: a number with its noun
 """
 

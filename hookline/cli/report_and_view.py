@@ -15,7 +15,6 @@ import hookline as hl
 from hookline.cli.models import CommandError, load_model
 from hookline.cli.options import AskedInputs, takes_inputs, weights_options
 from hookline.cli.output import Screen, aside
-from hookline.cli.summary_and_compare import batch_of
 
 __all__ = ["demo", "report", "view"]
 
@@ -60,7 +59,7 @@ def report(
     else:
         what = load_model(source, random_weights, train)
         if asked:
-            options["batch"] = batch_of(asked.made_for(what))
+            options["batch"] = asked.made_for(what).as_batch()
     with aside():
         hl.report(what, to=to, **options)
     screen.say(f"{Path(to).stat().st_size / 1000:,.0f} KB")

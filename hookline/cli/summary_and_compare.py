@@ -1,7 +1,6 @@
 """The commands `summary` and `compare`.
 
 - `summary`, `compare`: the commands
-- `batch_of(inputs)`: the inputs as one batch
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import click
 from torch import nn
 
 import hookline as hl
-from hookline.cli.models import CommandError, Inputs, load_pair
+from hookline.cli.models import CommandError, load_pair
 from hookline.cli.options import (
     AskedInputs,
     takes_inputs,
@@ -24,7 +23,7 @@ from hookline.cli.options import (
 )
 from hookline.cli.output import Screen, aside, is_terminal
 
-__all__ = ["batch_of", "compare", "summary"]
+__all__ = ["compare", "summary"]
 
 
 @click.command()
@@ -55,7 +54,7 @@ def summary(
             "There is no input, so nothing runs.",
             "Give --input.",
         )
-    batch = batch_of(asked.made_for(net)) if asked else None
+    batch = asked.made_for(net).as_batch() if asked else None
     with aside():
         found = hl.summarize(net, batch, backward=backward, time=timed)
     table, data = found.show(list(where) or None, depth=depth, width=_width()), found.to_dict()
@@ -70,13 +69,6 @@ def summary(
 
 def _width() -> int:
     return shutil.get_terminal_size().columns if is_terminal() else 200
-
-
-def batch_of(inputs: Inputs) -> Any:
-    """Return the inputs as one batch, for functions that take one."""
-    if inputs.args and inputs.kwargs:
-        return inputs.run
-    return inputs.args or inputs.kwargs
 
 
 @click.command()
@@ -111,7 +103,7 @@ def compare(
     Both run on the same input. The exit code is 0 if they agree, and 1 if they do not.
     """
     one, other = load_pair(first, second, random_weights, train)
-    batch = batch_of(asked.made_for(one))
+    batch = asked.made_for(one).as_batch()
     options: dict[str, Any] = {"where": list(where)} if where else {}
     with aside():
         found = hl.compare(one, other, batch, mapping=dict(mapping), tolerance=tolerance, **options)

@@ -1,6 +1,6 @@
-"""Turn the recorded calls of a run into the rows of a summary, when they are read.
+"""Write the recorded calls of a run into the rows of a summary, when they are read.
 
-- `CallCosts(sizes, tree, backward)`: the calls of a run, by module
+- `CallCosts(tree, places, backward)`: the calls of a run, by module
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any, cast
 import torch
 
 from hookline.costs.call_tree import CallNode, CallTree
-from hookline.costs.footprints import Footprint, footprint_of
-from hookline.costs.module_sizes import ModuleSizes
+from hookline.costs.footprints import footprint_of, show_shape
 from hookline.costs.summary import ModuleCosts
 
 __all__ = ["CallCosts"]
@@ -22,14 +21,13 @@ class CallCosts:
     """The calls of a run by module, without references to modules.
 
     Args:
-        sizes: the sizes of the modules.
         tree: the calls, all of which have ended.
+        places: the places of the modules.
         backward: whether there was a backward.
     """
 
-    def __init__(self, sizes: ModuleSizes, tree: CallTree, backward: bool) -> None:
-        self.places, self.depths, self._sizes = sizes.places, sizes.depths, sizes
-        self.packed = sizes.packed
+    def __init__(self, tree: CallTree, places: list[str], backward: bool) -> None:
+        self._places = places
         self._steps, self._flops = tree.steps, [step.flops for step in tree.steps]
         self._backward: list[Any] | None = [s.backward for s in tree.steps] if backward else None
         self._outside = tree.outside, tree.outside_backward
@@ -42,27 +40,25 @@ class CallCosts:
             self._calls = {number: [] for number in first}
             for position, step in enumerate(tree.steps):
                 cast("list[int]", self._calls[step.number]).append(position)
-        self._known: dict[Any, Footprint] = {}  # most values in a model are alike
-        self._texts: dict[torch.Size, str] = {}
 
     def totals(self) -> dict[str, Any]:
         """Return the sums over the whole run."""
-        # What called no other module.
+        # Calls that called no other module.
         last = [s.made for position, s in enumerate(self._steps, 1) if s.after <= position]
-        kept = [footprint_of(made, self._known).bytes for made in last if made is not None]
+        kept = [footprint_of(made).bytes for made in last if made is not None]
         found: dict[str, Any] = {"activation_bytes": sum(kept)}
         found["called"] = len(self._calls.keys() - {-1})  # not those that are gone
-        found["elsewhere"] = [self.places[number] for number in sorted(self._elsewhere)]
+        found["elsewhere"] = [self._places[number] for number in sorted(self._elsewhere)]
         found["flops"] = sum(self._flops) + self._outside[0]
         if self._backward is not None:
             found["backward_flops"] = sum(self._backward) + self._outside[1]
         return found
 
-    def make_row(self, number: int) -> ModuleCosts:
-        """Return the row of a module, by its number in the order of `walk`."""
-        row, positions = self._sizes.make_row(number), self._calls.get(number, ())
+    def fill(self, row: ModuleCosts, number: int) -> None:
+        """Write the calls of a module into its row, by its number in the order of `walk`."""
+        positions = self._calls.get(number, ())
         if number in self._names:
-            # Of a ModuleList it is not told, as it cannot be; nor of what another thread called.
+            # It stays unknown for a ModuleList, which cannot be called, and for other threads.
             row.called = bool(positions) or (None if number in self._elsewhere else False)
         row.calls = len(positions)
         flops = own = size = until = 0
@@ -75,7 +71,7 @@ class CallCosts:
                 ranges.append(slice(position, until))
                 flops += sum(self._flops[position:until])
             if step.made is not None:
-                shapes, bytes_, dtype = footprint_of(step.made, self._known)
+                shapes, bytes_, dtype = footprint_of(step.made)
                 size += bytes_
                 if row.dtype is None:
                     row.output, row.dtype = shapes, dtype
@@ -87,13 +83,9 @@ class CallCosts:
         if self._backward is not None:
             row.backward_flops = sum([sum(self._backward[inside]) for inside in ranges])
             row.own_backward_flops = sum([self._backward[position] for position in positions])
-        return row
 
     def _inputs_of(self, number: int, step: CallNode) -> Any:
         """Return the shapes of the arguments of a call by name."""
-        shape = step.given
-        if type(shape) is not torch.Size:
-            return shape
-        if shape not in self._texts:  # there are few in a model
-            self._texts[shape] = str(tuple(shape))
-        return {self._names[number]: self._texts[shape]}
+        if isinstance(step.given, torch.Size):
+            return {self._names[number]: show_shape(step.given)}
+        return step.given

@@ -81,10 +81,6 @@ class CallNode:
         return found
 
 
-class _LinearCallNode(CallNode):
-    """A call of a linear layer whose FLOPs were not counted."""
-
-
 class _TreeHooks(ModuleHooks):
     """The hooks of a tree, the same ones on many modules."""
 
@@ -121,7 +117,7 @@ class _LeafHooks(_TreeHooks):
     """
 
     rank = 0  # the fewest dimensions of an argument for which that holds
-    kind: type[CallNode] = CallNode
+    linear = False  # whether the modules are linear layers, and not free of FLOPs
 
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
@@ -130,7 +126,7 @@ class _LeafHooks(_TreeHooks):
         if tree is None:
             return self.stranger(module)
         try:
-            # Whether the forward of the innermost call calls it: then it is in this thread, too.
+            # If the forward of the innermost call calls it, it is in this thread, too.
             usual = tree.inside is _getframe(_UP)
         except ValueError:  # there are not so many
             usual = False
@@ -173,9 +169,13 @@ class _LeafHooks(_TreeHooks):
         if tree.leaf is not module:
             return tree.end(output, _getframe(1))
         tree.leaf = tree.guard = None
-        step = self.kind()
+        step = CallNode()
         step.number, step.given = tree.numbers[module], tree.given
         step.made = (output.shape, output.dtype) if type(output) is Tensor else note(output)
+        if self.linear and type(step.made) is Footprint:  # no plain tensor
+            tree.doubtful = True
+        elif self.linear:
+            step.flops = flops_of_linear(tree.given, step.made[0])
         if tree.graded:
             step.parent = tree.stack[-1] if tree.stack else None
             step.start, step.stop = tree.start, next_sequence_number()
@@ -198,7 +198,7 @@ class CallTree(Entering):
         clock: a function that returns the time. With one, calls are timed, and nothing else.
         graded: whether a backward follows.
         certain: whether FLOPs that follow from shapes need not be counted. Modes do not see those
-            calls, and `settle()` adds their FLOPs.
+            calls; their FLOPs are added here.
         walked: all modules of the model, if they are known.
     """
 
@@ -242,7 +242,7 @@ class CallTree(Entering):
         self._serial = next(SERIALS)
         named = self, self._serial
         free, linear, other = _LeafHooks(*named), _LeafHooks(*named), _TreeHooks(*named)
-        linear.rank, linear.kind = 2, _LinearCallNode
+        linear.rank, linear.linear = 2, True
         if self.certain:
             self._hooks = dict(zip((free, linear, other), sort_leaves(self.numbers), strict=True))
         else:
@@ -295,12 +295,13 @@ class CallTree(Entering):
         self.off()
         try:
             plain = not (kwargs or self._own) and len(args) == 1 and is_plain(args[0])
-            step.given = args[0].shape if plain else self._name_shapes(module, args, kwargs)
+            if plain:
+                step.given = args[0].shape
+            else:
+                named = bind(module, args, kwargs or _NOTHING)
+                step.given = {str(name): shapes_of(value) for name, value in named.items()}
         finally:
             self.on(None, None, None)
-
-    def _name_shapes(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-        return {str(n): shapes_of(v) for n, v in bind(module, args, kwargs or _NOTHING).items()}
 
     def first_names(self) -> dict[int, str]:
         """Return the names of the first arguments of modules, where their class tells them."""
@@ -354,16 +355,6 @@ class CallTree(Entering):
             step.made = note(output)
         finally:
             self.on(None, None, None)
-
-    def settle(self) -> None:
-        """Add the FLOPs that follow from shapes and were not counted."""
-        for step in self.steps:
-            if type(step) is _LinearCallNode:
-                made: Any = step.made
-                if type(made) is Footprint:  # no plain tensor
-                    self.doubtful = True
-                else:
-                    step.flops = flops_of_linear(step.given, made[0])
 
     def count(self, flops: int) -> None:
         """Add FLOPs to the running call."""

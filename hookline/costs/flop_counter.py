@@ -11,12 +11,13 @@ compute experts, and bilinear layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from math import prod
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hookline.costs.flop_formulas import (
@@ -42,9 +43,6 @@ from hookline.torch_private import (
 __all__ = ["FlopCounter"]
 
 Formula = Callable[..., int]
-_PLAIN = frozenset({
-    Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype,
-})  # fmt: skip
 _aten: Any = torch.ops.aten
 _NestedTensor = nested_tensor_class()
 _own: dict[Any, Formula] = {}
@@ -146,11 +144,11 @@ def _formula_of(operation: Any) -> Formula | None:
 def _flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Call a formula; torch 2.10 refuses attention with fewer heads of keys than of queries."""
     try:
-        return _ask(formula, args, kwargs, out)
+        return formula(*args, **kwargs, out_val=out)
     except AssertionError:
         if formula.__module__ != "torch.utils.flop_counter":
             raise
-        return _ask(formula, _with_all_heads(args), kwargs, out)
+        return formula(*_with_all_heads(args), **kwargs, out_val=out)
 
 
 def _with_all_heads(args: Sequence[Any]) -> list[Any]:
@@ -165,25 +163,7 @@ def _with_all_heads(args: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _ask(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Call a formula with shapes where it wants them, more quickly than torch does."""
-    inner = formula.__wrapped__ if getattr(formula, "__code__", None) is _wrapper() else None
-    if inner is None or kwargs or type(out) is not Tensor or not _PLAIN.issuperset(map(type, args)):
-        return formula(*args, **kwargs, out_val=out)
-    return inner(
-        *[arg.shape if isinstance(arg, Tensor) else arg for arg in args], out_shape=out.shape
-    )
-
-
-@cache
-def _wrapper() -> Any:
-    """Return the code of the function that torch puts around a formula for shapes."""
-    from torch.utils import flop_counter
-
-    return cast(Any, flop_counter).shape_wrapper(_unknown).__code__
-
-
-# What a mode does with an operation.
+# The ways in which a mode treats an operation.
 _PASS, _DECOMPOSE, _DECLINE = object(), object(), object()
 # Tensor subclasses are asked for these; a mode must not answer in their stead.
 _GEOMETRY = {
@@ -272,14 +252,14 @@ class _KnownFlopsMode(TorchFunctionMode):
     def __init__(self, counting: _CountingMode, certain: bool) -> None:
         super().__init__()
         self.counting = counting
-        self.certain = certain  # whether what follows from shapes is what the formulas say
+        self.certain = certain  # whether FLOPs that follow from shapes are those of the formulas
         self.known: dict[Any, int] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         key = flops = None
-        # Of most calls the types are not named, for they are torch's own.
+        # In most calls no types are named, since they are torch's own.
         if self.certain and func in FREE and (not types or is_own(types)):
             flops = 0
         elif self.certain:
@@ -319,7 +299,8 @@ class FlopCounter:
     >>> counted, counter.total
     ([60], 60)
 
-    `uncounted` has the operations of other libraries, which have no formula, with their calls.
+    `uncounted` has the operations of other libraries, which have no formula, with their calls;
+    `certain` is True if operations whose FLOPs follow from shapes may be hidden from the counter.
 
     Args:
         add: is called with FLOPs as they happen.
@@ -328,9 +309,10 @@ class FlopCounter:
 
     def __init__(self, add: Callable[[int], None], shortcuts: bool = True) -> None:
         self._mode = _CountingMode(add)
-        self._memory: _KnownFlopsMode | None = None
-        if shortcuts and without_dispatch_modes is not None and not has_other_modes():
-            self._memory = _KnownFlopsMode(self._mode, has_torchs_formulas())
+        possible = without_dispatch_modes is not None and not has_other_modes()
+        self._shortcuts = shortcuts and possible
+        self.certain = self._shortcuts and has_torchs_formulas()
+        self._modes = ExitStack()
 
     @property
     def total(self) -> int:
@@ -340,18 +322,11 @@ class FlopCounter:
     def uncounted(self) -> dict[str, int]:
         return self._mode.uncounted
 
-    @property
-    def certain(self) -> bool:
-        """Return True if operations whose FLOPs follow from shapes may be hidden from it."""
-        return self._memory is not None and self._memory.certain
-
     def __enter__(self) -> FlopCounter:
-        self._mode.__enter__()
-        if self._memory is not None:
-            self._memory.__enter__()
+        self._modes.enter_context(self._mode)
+        if self._shortcuts:
+            self._modes.enter_context(_KnownFlopsMode(self._mode, self.certain))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._memory is not None:
-            self._memory.__exit__(*error)
-        self._mode.__exit__(*error)
+        self._modes.__exit__(*error)

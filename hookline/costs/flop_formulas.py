@@ -4,10 +4,10 @@
 - `flops_of_linear(given, made)`: FLOPs of a linear layer, from the shapes of input and output
 - `flops_of_call(function, args, kwargs)`: FLOPs of a call of a torch function, if they are known
 - `FREE`: functions without FLOPs, on tensors of types for which `is_own(types)` holds
-- `key_of_call(function, args, kwargs)`: what the FLOPs of a function in `PURE` depend on
-- `is_ordinary(tensors)`: whether these rules hold for a model with these tensors
-- `is_dense(tensors)`: whether tensors are of torch's own types, and hold what their shapes say
-- `has_torchs_formulas()`: whether the formulas are those that torch registers
+- `key_of_call(function, args, kwargs)`: a key for the FLOPs of a function in `PURE`
+- `is_ordinary(tensors)`: True if these rules hold for a model with these tensors
+- `is_dense(tensors)`: True for dense tensors of torch's own types
+- `has_torchs_formulas()`: True if the formulas are those that torch registers
 
 The dispatcher needs about 5 µs for each operation; a linear layer is several operations, attention
 two dozen. These formulas give the same FLOPs as the dispatcher, and tests compare both for all of
@@ -81,9 +81,9 @@ _FREE_OPERATIONS = frozenset({
     "sum", "t", "tanh", "to", "transpose", "true_divide", "unflatten", "unsqueeze", "view",
     "view_as",
 })  # fmt: skip
-_SIMPLE = (type(None), bool, int, float, str, torch.dtype)
+_SIMPLE = frozenset({type(None), bool, int, float, str, torch.dtype})
 _TENSORS = frozenset({Tensor, nn.Parameter})
-_PLAIN = _TENSORS | {*_SIMPLE}
+_PLAIN = _TENSORS | _SIMPLE
 _DEVICES = frozenset({"cpu", "cuda", "meta"})  # others have kernels of their own
 _strided = torch.strided
 _seen: list[Any] = []  # operations and formulas that were found to be torch's
@@ -104,17 +104,11 @@ def has_torchs_formulas() -> bool:
     if found != _seen:
         home = flop_counter.__name__
         for operation, formula in known.items():
-            if _is_torchs(operation) and (
-                formula.__module__ != home or operation.__name__ in _FREE_OPERATIONS
-            ):
+            own = operator_library(operation) in ("aten", "prim", "prims")  # they call no others
+            if own and (formula.__module__ != home or operation.__name__ in _FREE_OPERATIONS):
                 return False
         _seen[:] = found
     return True
-
-
-def _is_torchs(operation: Any) -> bool:
-    """Return True for an operation of torch; none of its functions calls those of others."""
-    return operator_library(operation) in ("aten", "prim", "prims")
 
 
 def is_ordinary(tensors: Iterable[Tensor]) -> bool:

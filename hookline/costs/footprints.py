@@ -2,12 +2,13 @@
 
 - `note(value)`: a quick note of a value, taken between the calls of a model
 - `Footprint`: shapes, bytes and dtype of a value; `footprint_of(noted)` makes it from a note
-- `is_plain(value)`: whether a value is one ordinary tensor, as most are
-- `size_of(tensor)`: its bytes
+- `is_plain(value)`: True if a value is one ordinary tensor, as most are
+- `size_of(tensor)`: its bytes; `show_shape(shape)`: a shape as text
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from hookline.costs.summary import shapes_of
 from hookline.values.nested import leaves
 from hookline.values.tables import bytes_of
 
-__all__ = ["Footprint", "footprint_of", "is_plain", "note", "size_of"]
+__all__ = ["Footprint", "footprint_of", "is_plain", "note", "show_shape", "size_of"]
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -31,7 +32,7 @@ class Footprint(NamedTuple):
     dtype: str
 
 
-# Of one ordinary tensor its shape and dtype are kept as they are: text is made of them later.
+# The shape and dtype of one ordinary tensor are kept as they are: text is made of them later.
 Noted = Footprint | tuple[torch.Size, torch.dtype]
 
 
@@ -60,17 +61,20 @@ def note(value: Any) -> Noted:
     return Footprint(shapes_of(value), size, _name(tensors[0].dtype) if tensors else "")
 
 
-def footprint_of(noted: Noted, known: dict[Any, Footprint] | None = None) -> Footprint:
-    """Make a Footprint from a note; equal tensors share one (see `known`)."""
-    if isinstance(noted, Footprint):
-        return noted
-    found = None if known is None else known.get(noted)
-    if found is None:
-        shape, dtype = noted
-        found = Footprint(str(tuple(shape)), prod(shape) * dtype.itemsize, _name(dtype))
-        if known is not None:
-            known[noted] = found
-    return found
+def footprint_of(noted: Noted) -> Footprint:
+    """Make a Footprint from a note."""
+    return noted if isinstance(noted, Footprint) else _footprint_of_tensor(*noted)
+
+
+@lru_cache(maxsize=4096)  # most values in a model are alike
+def _footprint_of_tensor(shape: torch.Size, dtype: torch.dtype) -> Footprint:
+    return Footprint(show_shape(shape), prod(shape) * dtype.itemsize, _name(dtype))
+
+
+@lru_cache(maxsize=4096)
+def show_shape(shape: torch.Size) -> str:
+    """Return a shape as text."""
+    return str(tuple(shape))
 
 
 def _name(dtype: torch.dtype) -> str:

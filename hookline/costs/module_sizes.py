@@ -2,7 +2,7 @@
 
 - `model_sizes(model)`: a `Summary` with everything that needs no batch
 - `ModuleSizes(contents)`: the sizes of each module; rows are made when they are read
-- `has_uninitialized(tensors)`: whether some belong to lazy modules, and have no size so far
+- `has_uninitialized(tensors)`: True if some belong to lazy modules, and have no size so far
 - `copy_uninitialized(model, tensors)`: a copy of a model with such tensors
 """
 
@@ -121,7 +121,7 @@ class _TensorColumn:
     ) -> None:
         self._starts = [0, *accumulate(map(len, tables))]
         self._keys: list[int] = []
-        # What is asked of every tensor is asked of all at once: that is much faster.
+        # Each property is read from all tensors at once: that is much faster.
         if dense:
             self._bytes = [0 if t is None else t.nbytes for t in tensors]
         else:

@@ -137,9 +137,9 @@ def _measured(
         contents = ModuleIndex(model)
         held = ModuleSizes(contents)
         tree.renumber(contents.modules)
-    ledger = CallCosts(held, tree, backward is not False)
-    summary = Summary(model, ledger)
-    summary.totals.update(ledger.totals())
+    calls = CallCosts(tree, held.places, backward is not False)
+    summary = Summary(model, held, calls)
+    summary.totals.update(calls.totals())
     if not callable(batch):  # what a function gives the model is not known
         summary.totals["input_bytes"] = sum(size_of(tensor) for _, tensor in leaves(batch))
     summary.totals["uncounted"] = counter.uncounted
@@ -164,7 +164,6 @@ def _counted(
         tree.ran = True
         if graded:
             backward_without_grads(_roots(output, backward))
-    tree.settle()
     return tree, counter
 
 

@@ -2,7 +2,6 @@
 
 - `Summary`: the result of `summarize`
 - `ModuleCosts`: the costs of one module
-- `RowSource`: makes the rows of a summary when they are read
 - `shapes_of(value)`: the shapes in a value, in its structure
 """
 
@@ -11,11 +10,10 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from textwrap import wrap
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -28,7 +26,11 @@ from hookline.torch_private import submodules_of
 from hookline.values.nested import children
 from hookline.values.tables import show_bytes
 
-__all__ = ["ModuleCosts", "RowSource", "Summary", "shapes_of"]
+if TYPE_CHECKING:
+    from hookline.costs.call_costs import CallCosts
+    from hookline.costs.module_sizes import ModuleSizes
+
+__all__ = ["ModuleCosts", "Summary", "shapes_of"]
 
 _MOST = 60  # rows that are shown if nothing is said
 _PLAIN = (bool, int, float, complex, str)
@@ -74,34 +76,21 @@ class ModuleCosts:
     trainable: int
     parameter_bytes: int
     buffer_bytes: int
-    # Defaults of fields that are not set.
-    shared_with: Sequence[str] = field(default=(), init=False)  # modules with the same parameters
-    aliases: Sequence[str] = field(default=(), init=False)  # other names of the same module
-    called: bool | None = field(default=None, init=False)
-    calls: int | None = field(default=None, init=False)
-    inputs: Any = field(default=None, init=False)  # shapes by argument, of the first call
-    output: Any = field(default=None, init=False)  # shapes, of the first call
-    dtype: str | None = field(default=None, init=False)  # of the first tensor in the output
-    varies: bool = field(default=False, init=False)  # whether a later call had another shape
-    activation_bytes: int | None = field(default=None, init=False)  # of the outputs of all calls
-    flops: int | None = field(default=None, init=False)
-    own_flops: int | None = field(default=None, init=False)
-    backward_flops: int | None = field(default=None, init=False)
-    own_backward_flops: int | None = field(default=None, init=False)
-    seconds: float | None = field(default=None, init=False)
-    backward_seconds: float | None = field(default=None, init=False)
-
-
-class RowSource(Protocol):
-    """Makes the rows of a summary when they are read."""
-
-    places: list[str]  # of all modules
-    depths: list[int]
-    packed: list[str]  # those whose weights are packed, and no parameters
-
-    def make_row(self, number: int) -> ModuleCosts:
-        """Return the costs of a module, by its number."""
-        ...
+    shared_with: Sequence[str] = ()  # modules with the same parameters
+    aliases: Sequence[str] = ()  # other names of the same module
+    called: bool | None = None
+    calls: int | None = None
+    inputs: Any = None  # shapes by argument, of the first call
+    output: Any = None  # shapes, of the first call
+    dtype: str | None = None  # of the first tensor in the output
+    varies: bool = False  # whether a later call had another shape
+    activation_bytes: int | None = None  # of the outputs of all calls
+    flops: int | None = None
+    own_flops: int | None = None
+    backward_flops: int | None = None
+    own_backward_flops: int | None = None
+    seconds: float | None = None
+    backward_seconds: float | None = None
 
 
 class Summary:
@@ -116,9 +105,11 @@ class Summary:
       1      ReLU        (32, 16)  (32, 16)                   2.0 KB
     """
 
-    def __init__(self, model: nn.Module, source: RowSource) -> None:
+    def __init__(
+        self, model: nn.Module, sizes: ModuleSizes, calls: CallCosts | None = None
+    ) -> None:
         self.model = type(model).__name__
-        self._source = source
+        self._sizes, self._calls = sizes, calls
         self._alive: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._made: dict[int, ModuleCosts] = {}  # rows that were read, by number
         whole = self._row(0)
@@ -137,7 +128,7 @@ class Summary:
             "backward_seconds": None,
             "peak_bytes": None,
             "uncounted": {},
-            "packed": source.packed,
+            "packed": sizes.packed,
             "elsewhere": [],  # modules that other threads called meanwhile: that is not measured
         }
 
@@ -145,9 +136,11 @@ class Summary:
         return self.__dict__ | {"_alive": None}  # a model stays in its process
 
     def _row(self, number: int) -> ModuleCosts:
-        """Return the row of a module, the same object each time."""
+        """Return the row of a module, made when it is first read."""
         if number not in self._made:
-            self._made[number] = self._source.make_row(number)
+            row = self._made[number] = self._sizes.make_row(number)
+            if self._calls is not None:
+                self._calls.fill(row, number)
         return self._made[number]
 
     @property
@@ -170,7 +163,7 @@ class Summary:
         return iter(self.modules)
 
     def __len__(self) -> int:
-        return len(self._source.places)
+        return len(self._sizes.places)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, ready for JSON: `model`, `totals`, `modules`."""
@@ -199,13 +192,8 @@ class Summary:
             width: of the longest line; shapes and names are cut.
         """
         rows, left_out = self._rows(where, depth)
-        title = [self._title()]
-        if len(title[0]) > width:
-            title = wrap(title[0], width, subsequent_indent="  ", break_long_words=False)
+        title = wrap(self._title(), width, subsequent_indent="  ", break_long_words=False)
         return "\n".join([*title, *as_lines(_cells(rows), width), *self._notes(left_out)])
-
-    def __str__(self) -> str:
-        return self.show()
 
     def __repr__(self) -> str:
         return self.show()
@@ -216,12 +204,12 @@ class Summary:
 
     def _rows(self, where: Where | None, depth: int | None) -> tuple[list[ModuleCosts], int]:
         """Return the rows to show, and how many are left out for being too deep."""
-        places = self._source.places
+        places = self._sizes.places
         numbers = range(len(places))
         if where is not None:
             paths = {place.path for place in select(_skeleton(places), self._named(where))}
             numbers = [number for number in numbers if places[number] in paths]
-        depths = [self._source.depths[number] for number in numbers]
+        depths = [self._sizes.depths[number] for number in numbers]
         if depth is None:
             at = Counter(depths)
             sums = accumulate([at[depth] for depth in range(max(at, default=0) + 1)])
@@ -234,7 +222,12 @@ class Summary:
         if isinstance(where, tuple):  # perhaps a pair with a port
             return tuple(map(self._named, cast("tuple[Any, ...]", where)))
         if callable(where):
-            return partial(_stands_in, self._paths_of(where))
+            paths = self._paths_of(where)
+
+            def is_asked_for(path: str, node: nn.Module) -> bool:
+                return path in paths
+
+            return is_asked_for
         if isinstance(where, Iterable) and not isinstance(where, str):
             return [*map(self._named, cast("Iterable[Any]", where))]
         return cast(Any, where)
@@ -280,17 +273,14 @@ class Summary:
         if self.totals["uncounted"]:
             calls = ", ".join(f"{name} ({n} ×)" for name, n in self.totals["uncounted"].items())
             notes.append(f"without a formula, and so not in the FLOPs: {calls}")
-        if self.totals["packed"]:
-            places = ", ".join(place or "''" for place in self.totals["packed"])
-            notes.append(f"quantised weights, which are not in the parameters: {places}")
-        if self.totals["elsewhere"]:
-            places = ", ".join(place or "''" for place in self.totals["elsewhere"])
-            notes.append(f"called in another thread, and not measured there: {places}")
+        for name, words in (
+            ("packed", "quantised weights, which are not in the parameters"),
+            ("elsewhere", "called in another thread, and not measured there"),
+        ):
+            if self.totals[name]:
+                places = ", ".join(place or "''" for place in self.totals[name])
+                notes.append(f"{words}: {places}")
         return notes
-
-
-def _stands_in(paths: set[str], path: str, node: nn.Module) -> bool:
-    return path in paths
 
 
 class _Node(nn.Module):

@@ -20,6 +20,7 @@ from hookline.engine.calls import RunningCall
 from hookline.errors import NotHookable
 from hookline.guards.guarding import guard
 from hookline.integrations.optional_libraries import load
+from hookline.integrations.training_callbacks import TrainingCallback
 from hookline.selecting import select
 from hookline.training.watching import watch
 
@@ -37,33 +38,10 @@ def _scaler(trainer: Any) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-class _Callback(_base()):
-    """The base of both callbacks: something is attached while the training runs."""
+class _Callback(TrainingCallback, _base()):
+    """The base of both callbacks: the hooks are removed when the training ends, or fails."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-        self._attached: Any = None
-
-    def _attach(self, made: Any) -> Any:
-        self._attached = made.attach()
-        return made
-
-    def _remove(self) -> None:
-        if self._attached is not None:
-            self._attached.remove()
-
-    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Remove the hooks."""
-        self._remove()
-
-    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Remove the hooks."""
-        self._remove()
-
-    def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Remove the hooks."""
-        self._remove()
+    on_train_end = on_exception = teardown = TrainingCallback.remove
 
 
 class WatchCallback(_Callback):
@@ -85,10 +63,9 @@ class WatchCallback(_Callback):
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Begin to watch."""
-        self._remove()
         self._step = trainer.global_step
         given = {"scaler": _scaler(trainer), "start": self._step} | self.options
-        self.watch = self._attach(watch(pl_module, **given))
+        self.watch = self.attach(watch(pl_module, **given))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: nn.Module, outputs: Any, batch: Any, batch_idx: int
@@ -120,9 +97,8 @@ class GuardCallback(_Callback):
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Begin to guard."""
-        self._remove()
         given = {"scaler": _scaler(trainer)} | self.options
-        self.guard = self._attach(_Guard(pl_module, **given))
+        self.guard = self.attach(_Guard(pl_module, **given))
 
 
 class _Guard(guard):

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
-from hookline.errors import RunError
 from hookline.integrations.optional_libraries import load
 from hookline.training.findings import Finding
 from hookline.training.run_files import STATISTICS
+from hookline.training.run_writing import writing
 from hookline.training.writers import Measured, Writer
 
 __all__ = ["TensorBoardWriter"]
@@ -59,36 +59,24 @@ class TensorBoardWriter(Writer):
             self._writer = module.SummaryWriter(log_dir=str(self._given))
         return self._writer
 
-    @contextmanager
-    def _writing(self) -> Generator[None]:
-        """Turn a full disk into a RunError, which ends the writing, and not the training."""
-        try:
-            yield
-        except OSError as error:
-            raise RunError(
-                f"Measurements were to be written for TensorBoard, to {self._given!r}.",
-                f"{type(error).__name__}: {error}.",
-                "Name a directory that can be written, on a disk with space.",
-            ) from error
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"Measurements were to be written for TensorBoard, to {self._given!r}.")
 
     def measured(self, measured: Measured) -> None:
         with self._writing():
-            self._write(measured)
-
-    def _write(self, measured: Measured) -> None:
-        for tag, value in measured.scalars(self.statistics):
-            self.writer.add_scalar(tag, value, measured.step, measured.time)
-        for number, bins in measured.histograms.items():
-            row, (mean, std) = measured.rows[number], measured.values[number, :2].tolist()
-            counts = np.asarray(bins.counts)
-            count = int(counts.sum())
-            self.writer.add_histogram_raw(
-                f"{row.kind}/{row.place or 'model'}", bins.low, bins.high, count, mean * count,
-                (std**2 + mean**2) * count,
-                np.linspace(bins.low, bins.high, len(counts) + 1)[1:].tolist(),
-                counts.tolist(), measured.step, walltime=measured.time,
-            )  # fmt: skip
-        self.writer.flush()
+            for tag, value in measured.scalars(self.statistics):
+                self.writer.add_scalar(tag, value, measured.step, measured.time)
+            for number, bins in measured.histograms.items():
+                row, (mean, std) = measured.rows[number], measured.values[number, :2].tolist()
+                counts = np.asarray(bins.counts)
+                count = int(counts.sum())
+                self.writer.add_histogram_raw(
+                    f"{row.kind}/{row.place or 'model'}", bins.low, bins.high, count, mean * count,
+                    (std**2 + mean**2) * count,
+                    np.linspace(bins.low, bins.high, len(counts) + 1)[1:].tolist(),
+                    counts.tolist(), measured.step, walltime=measured.time,
+                )  # fmt: skip
+            self.writer.flush()
 
     def scalar(self, step: int, name: str, value: float) -> None:
         with self._writing():

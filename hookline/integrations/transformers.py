@@ -15,6 +15,7 @@ from typing import Any
 from hookline.engine.lifecycle import is_open
 from hookline.guards.guarding import guard
 from hookline.integrations.optional_libraries import load
+from hookline.integrations.training_callbacks import TrainingCallback
 from hookline.training.watching import watch
 
 __all__ = ["GuardCallback", "WatchCallback"]
@@ -27,7 +28,7 @@ def _scaler(kwargs: dict[str, Any]) -> Any:
     return getattr(kwargs.get("optimizer"), "scaler", None)
 
 
-class WatchCallback(_Base):
+class WatchCallback(TrainingCallback, _Base):
     """`hookline.watch` for a Trainer: `Trainer(..., callbacks=[WatchCallback(to="run")])`.
 
     Args:
@@ -39,14 +40,13 @@ class WatchCallback(_Base):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.options = options
+        super().__init__(**options)
         self.watch: watch | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to watch."""
-        self._remove()
         given = {"scaler": _scaler(kwargs), "start": state.global_step} | self.options
-        self.watch = watch(kwargs["model"], **given).attach()
+        self.watch = self.attach(watch(kwargs["model"], **given))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Mark a step."""
@@ -60,16 +60,10 @@ class WatchCallback(_Base):
             numbers = {n: v for n, v in logs.items() if isinstance(v, (int, float))}
             self.watch.log(max(state.global_step - 1, 0), **numbers)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End watching."""
-        self._remove()
-
-    def _remove(self) -> None:
-        if self.watch is not None:
-            self.watch.remove()
+    on_train_end = TrainingCallback.remove
 
 
-class GuardCallback(_Base):
+class GuardCallback(TrainingCallback, _Base):
     """`hookline.guard` for a Trainer: `Trainer(..., callbacks=[GuardCallback()])`.
 
     Args:
@@ -77,19 +71,12 @@ class GuardCallback(_Base):
     """
 
     def __init__(self, **options: Any) -> None:
-        self.options = options
+        super().__init__(**options)
         self.guard: guard | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to guard."""
-        self._remove()
         given = {"scaler": _scaler(kwargs)} | self.options
-        self.guard = guard(kwargs["model"], **given).attach()
+        self.guard = self.attach(guard(kwargs["model"], **given))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End guarding."""
-        self._remove()
-
-    def _remove(self) -> None:
-        if self.guard is not None:
-            self.guard.remove()
+    on_train_end = TrainingCallback.remove

@@ -71,7 +71,7 @@ class WandbWriter(Writer):
         self._log(finding.step, {f"findings/{finding.kind}": str(finding)})
 
     def _log(self, step: int, content: dict[str, Any]) -> None:
-        # The same key twice in a row of wandb: only the last would be left.
+        # wandb keeps only the last value of a key that is logged twice in a row.
         if self._open == self._run.step and step != self._last:
             self._run.log({}, commit=True)
         self._run.log({**content, "hookline/step": step}, commit=False)

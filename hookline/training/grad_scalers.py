@@ -2,7 +2,7 @@
 
 - `Scaler`: the protocol of a scaler; `torch.amp.GradScaler` fits
 - `check_scaler(verb, scaler)`: raise unless something is a scaler
-- `is_scaler(scaler)`: whether something is a scaler
+- `is_scaler(scaler)`: True if something is a scaler
 - `scale_of(scaler)`: the scale, or None without scaling
 """
 

@@ -2,8 +2,8 @@
 
 - `unit_of(module, tensor)`: the dimension of the units
 - `ends_of(module)`: the values at which an activation function saturates
-- `is_fixed(tensor, module)`: whether it may be constant by design
-- `has_zeros(tensor, module)`: whether units of it may be zero by design
+- `is_fixed(tensor, module)`: True if it may be constant by design
+- `has_zeros(tensor, module)`: True if units of it may be zero by design
 """
 
 from __future__ import annotations

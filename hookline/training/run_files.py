@@ -17,7 +17,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -72,9 +72,7 @@ class Head:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, ready for JSON."""
-        rows = [
-            {"place": r.place, "kind": r.kind, "type": r.type, "shape": r.shape} for r in self.rows
-        ]
+        rows = [asdict(row) for row in self.rows]
         head = {"format": FORMAT, "version": VERSION, "started": self.started, "model": self.model}
         measured = {"statistics": self.statistics, "bins": self.bins, "rows": rows}
         return head | {"options": self.options} | measured

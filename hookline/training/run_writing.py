@@ -2,6 +2,7 @@
 
 - `RunWriter`: a new segment in a run directory
 - `BinCounts`: a histogram
+- `writing(asked)`: a context that turns an error of the disk into a RunError
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,7 @@ from hookline.operating_system import open_file, replace
 from hookline.training.findings import Finding, to_json
 from hookline.training.run_files import Head, Row, histogram_dtype, segment_path, values_dtype
 
-__all__ = ["BinCounts", "RunWriter"]
+__all__ = ["BinCounts", "RunWriter", "writing"]
 
 
 class BinCounts(NamedTuple):
@@ -31,6 +33,19 @@ class BinCounts(NamedTuple):
     low: float
     high: float
     counts: Sequence[int] | npt.NDArray[Any]
+
+
+@contextmanager
+def writing(asked: str, target: str = "directory") -> Generator[None]:
+    """Turn an error of the disk into a RunError, which ends the writing, and not the training."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            asked,
+            f"{type(error).__name__}: {error}.",
+            f"Name a {target} that can be written, on a disk with space.",
+        ) from error
 
 
 class RunWriter:
@@ -61,12 +76,11 @@ class RunWriter:
         self._files: dict[str, tuple[int, int]] = {}  # ending → file number and good size
         self.head = Head(tuple(rows), time.time(), model, dict(options or {}))
         self._values, self._histogram = values_dtype(self.head), histogram_dtype(self.head.bins)
-        try:
+        self._asked = f"A run was to be written to {str(self.folder)!r}."
+        with writing(self._asked):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.number = self._claim()
             self._write_head()
-        except OSError as error:
-            self._refuse(error)
 
     def _claim(self) -> int:
         """Make the first file of a segment with a new number; two writers never share one."""
@@ -96,10 +110,8 @@ class RunWriter:
         rows = tuple(dataclasses.replace(row, shape=shape or row.shape) for row, shape in given)
         if rows != self.head.rows:
             self.head = dataclasses.replace(self.head, rows=rows)
-            try:
+            with writing(self._asked):
                 self._write_head()
-            except OSError as error:
-                self._refuse(error)
 
     def values(self, step: int, values: npt.ArrayLike, at: float | None = None) -> None:
         """Append the values of a step: rows × statistics, NaN for those that were not measured."""
@@ -132,17 +144,15 @@ class RunWriter:
         self._append(ending, line.encode("utf-8", "surrogatepass") + b"\n")
 
     def _append(self, ending: str, content: bytes) -> None:
-        try:
+        with writing(self._asked):
             number, size = self._open(ending)
-        except OSError as error:
-            self._refuse(error)
-        try:
-            written = os.write(number, content)
-            while written < len(content):  # a full disk, or a signal: go on, or say why not
-                written += os.write(number, content[written:])
-        except OSError as error:
-            os.ftruncate(number, size)
-            self._refuse(error)
+            try:
+                written = os.write(number, content)
+                while written < len(content):  # a full disk, or a signal: go on, or say why not
+                    written += os.write(number, content[written:])
+            except OSError:
+                os.ftruncate(number, size)
+                raise
         self._files[ending] = number, size + len(content)
 
     def _open(self, ending: str) -> tuple[int, int]:
@@ -157,13 +167,6 @@ class RunWriter:
             path = segment_path(self.folder, self.number, ending)
             self._files[ending] = open_file(path, flags), 0
         return self._files[ending]
-
-    def _refuse(self, error: OSError) -> NoReturn:
-        raise RunError(
-            f"A run was to be written to {str(self.folder)!r}.",
-            f"{type(error).__name__}: {error}.",
-            "Name a directory that can be written, on a disk with space.",
-        ) from error
 
     def close(self) -> None:
         """Close the files; may be called twice."""

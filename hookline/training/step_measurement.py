@@ -3,6 +3,7 @@
 - `MeasuredRows`: the rows that are measured, with their modules and parameters
 - `StepMeasurement`: one measured step: attached when it begins, complete after `finish()`
 - `at_end(function)`: call a function at the end of the running backward
+- `weakly(method)`: a function for hooks, which calls a method as long as its object exists
 
 Outputs and their gradients come from taps, which change nothing. The gradient of a parameter is
 measured at the end of a backward: `.grad`, over all micro-batches, is what the optimizer will get,
@@ -40,7 +41,7 @@ from hookline.training.tensor_moments import Moments, is_measurable, moments, sa
 from hookline.values.nested import leaves
 from hookline.values.sharding import local
 
-__all__ = ["MeasuredRows", "StepMeasurement", "at_end"]
+__all__ = ["MeasuredRows", "StepMeasurement", "at_end", "weakly"]
 
 _UPDATES = 4096  # elements of a parameter that are compared before and after a step
 _OVERFLOWS = 20  # more than a scaler needs to come down from where it begins
@@ -250,15 +251,14 @@ class StepMeasurement(Context):
     def _start(self, attached: bool) -> None:
         if self.plan.targets:
             super()._start(attached)
-        own: weakref.ref[StepMeasurement] = weakref.ref(self)
+        share, arrival = weakly(self.take_share), weakly(self.take_arrival)
         for number in self.plan.of_kind("weight_grad"):
             tensor = self.plan.parameter(number)
             if tensor is not None and tensor.requires_grad:
                 if post_accumulate_hooks_of(tensor):  # they may step, and let the gradient go
-                    share = partial(_tell, own, StepMeasurement.take_share, number)
-                    self._hooks.append(tensor.register_hook(share))
-                hook = partial(_tell, own, StepMeasurement.take_arrival, number)
-                self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))
+                    self._hooks.append(tensor.register_hook(partial(share, number)))
+                arrive = partial(arrival, number)
+                self._hooks.append(tensor.register_post_accumulate_grad_hook(arrive))
         for number in self.plan.of_kind("update"):
             if (sample := self.plan.sample(number)) is not None:
                 self._before[number] = sample
@@ -333,7 +333,7 @@ class StepMeasurement(Context):
         task = backward_id()
         if task != -1 and task not in self._tasks:
             self._tasks.add(task)
-            at_end(partial(_tell, weakref.ref(self), StepMeasurement.take_end))
+            at_end(weakly(self.take_end))
 
     @torch.no_grad()
     def take_end(self) -> None:
@@ -367,7 +367,7 @@ class StepMeasurement(Context):
 
     def _add(self, number: int, found: Moments) -> None:
         own = self.found.get(number)
-        # What a parameter has is the sum over all backwards already.
+        # The gradient of a parameter is the sum over all backwards already.
         total = own is None or self.plan.rows[number].kind == "weight_grad"
         self.found[number] = found if total else cast(Moments, own).merged(found)
 
@@ -409,13 +409,18 @@ def _held(tensor: Tensor | None) -> Tensor | None:
     return found if is_measurable(found) else None
 
 
-def _tell(
-    measurement: weakref.ref[StepMeasurement], method: Callable[..., None], *given: Any
-) -> None:
-    """Call a method of a measurement, if it still exists: hooks keep nothing alive."""
-    found = measurement()
-    if found is not None:
-        method(found, *given)
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method as long as its object exists: hooks keep nothing
+    alive.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> None:
+        found = reference()
+        if found is not None:
+            found(*given)
+
+    return call
 
 
 def at_end(function: Callable[[], None]) -> None:

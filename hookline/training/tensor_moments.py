@@ -5,7 +5,7 @@
 - `settle(found)`: bring measurements from other devices to the CPU, in one transfer
 - `sampled(tensor, most)`: some of the elements of a tensor, evenly spread
 - `binned(samples, bins)`: histograms of many samples at once
-- `is_measurable(tensor)`: whether a tensor has such numbers
+- `is_measurable(tensor)`: True if a tensor has such numbers
 
 On the CPU a pass is a sum, a norm, a maximum, a minimum or a count, which are fast in torch (0.1 to
 0.5 ns an element; `var_mean`, `isfinite` and infinite norms take ten times as long). Numbers that

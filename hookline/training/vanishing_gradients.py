@@ -1,7 +1,7 @@
 """Find gradients that vanish or explode on their way from the output to the first layers.
 
 - `judge_depths(sizes)`: the gradients that are far too small or too large beside the later ones
-- `advise_on(share)`: what to try, by the relative size
+- `advise_on(share)`: advice by the relative size
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def judge_depths(sizes: list[float]) -> tuple[Shares, Shares]:
     for at, size in enumerate(sizes[:-1]):
         later = sizes[at + 1 :]
         reached = max(reached, size)
-        # What reaches a layer before it was not lost on the way: those of the queries and keys
-        # of attention are small by nature. It may have come by another way, though, if it has
-        # become less from layer to layer here.
+        # A gradient that reaches a layer before it was not lost on the way: those of the queries
+        # and keys of attention are small by nature. It may have come by another way, though, if it
+        # has become less from layer to layer here.
         lost = reached < VANISHING * max(later) or size < LOST * max(later)
         if lost or faded[at] < VANISHING:
             small[at] = size / max(later)
             continue
-        # What has grown on its way was small near the output; the layers in between may be
+        # A gradient that has grown was small near the output; the layers in between may be
         # small by nature, as residual branches that begin with zeros.
         usual = max(median(later), *later[len(later) // 2 :])
         if size > EXPLODING * usual > 0:

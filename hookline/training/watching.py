@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from operator import index
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from hookline.training.findings import Finding, Findings, overflowed
 from hookline.training.grad_scalers import Scaler, check_scaler, is_scaler, scale_of
 from hookline.training.optimizers import OptimizerLike, innermost
 from hookline.training.run_files import BINS, ROW_KINDS
-from hookline.training.step_measurement import MeasuredRows, StepMeasurement, at_end
+from hookline.training.step_measurement import MeasuredRows, StepMeasurement, at_end, weakly
 from hookline.training.writers import Measured, Writer, writer_for
 
 __all__ = ["Measured", "watch"]
@@ -149,12 +150,9 @@ class watch(Anchored):
                 f"Neither the data nor the gradients of {shown} are measured: there is no data "
                 "between calls, as accelerate offloads it. Keep what is trained in memory."
             )
-        own: weakref.ref[watch] = weakref.ref(self)
-        if self._optimizer is None:
-            hook = register_optimizer_step_post_hook(_StepHook(own))
-        else:
-            hook = self._optimizer.register_step_post_hook(_StepHook(own))
-        self._hooks.append(hook)
+        one = self._optimizer
+        register = one.register_step_post_hook if one else register_optimizer_step_post_hook
+        self._hooks.append(register(weakly(self._stepped)))
         self._measures = self._ranks == "all" or current_rank() == 0
         if current_rank() == 0:
             self._open_writers(plan)
@@ -210,8 +208,8 @@ class watch(Anchored):
         if not first or self.steps == self._begin:  # else the optimizer has ended it already
             self._end_step()
 
-    def _stepped(self, optimizer: Any) -> None:
-        """Count a step of an optimizer."""
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Count a step of an optimizer; the hook of its steps."""
         if self._by_hand:
             return
         if self._optimizer is None:
@@ -230,9 +228,9 @@ class watch(Anchored):
 
     def _begin_step(self) -> None:
         if self.steps % self._every == 0 and self._measures:
-            self._measurement = StepMeasurement(
-                self._plan, self._counts, self._scale, self._alarm
-            ).attach()
+            scale = partial(scale_of, self._scaler)
+            measurement = StepMeasurement(self._plan, self._counts, scale, self._alarm)
+            self._measurement = measurement.attach()
 
     def _alarm(self, count: int, scale: float) -> None:
         self._note([overflowed(self.steps, count, scale)])
@@ -248,9 +246,6 @@ class watch(Anchored):
     def _counts(self) -> bool:
         """Return True if a running forward belongs to the training."""
         return self._inner.training or torch.is_grad_enabled()
-
-    def _scale(self) -> float | None:
-        return scale_of(self._scaler)
 
     # -- what was found -------------------------------------------------------------------------
 
@@ -316,15 +311,3 @@ class watch(Anchored):
                 self._writers.remove(writer)
                 with suppress(RunError):  # of what it has not written either
                     writer.close()
-
-
-class _StepHook:
-    """The hook of an optimizer; it keeps nothing alive."""
-
-    def __init__(self, watching: weakref.ref[watch]) -> None:
-        self.watching = watching
-
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        watching = self.watching()
-        if watching is not None:
-            watching._stepped(optimizer)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hookline.errors import NotCaptured, RunError
 from hookline.training.findings import Finding, to_json
 from hookline.training.run_files import STATISTICS, Row
-from hookline.training.run_writing import BinCounts, RunWriter
+from hookline.training.run_writing import BinCounts, RunWriter, writing
 from hookline.training.tensor_moments import binned
 from hookline.values.tables import as_html, as_text
 
@@ -177,16 +177,10 @@ class _Lines(Writer):
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-        try:
+        with writing(f"Measurements were to be written to {str(self.path)!r}.", "file"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8", newline="\n") as file:
                 file.write(text)
-        except OSError as error:
-            raise RunError(
-                f"Measurements were to be written to {str(self.path)!r}.",
-                f"{type(error).__name__}: {error}.",
-                "Name a file that can be written, on a disk with space.",
-            ) from error
 
 
 class _Function(Writer):

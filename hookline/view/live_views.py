@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
 
-from hookline.errors import HooklineError, ReportError
+from hookline.errors import HooklineError
 from hookline.operating_system import is_link
 from hookline.storage.saved_records import load_record
 from hookline.storage.store import Store
@@ -101,20 +101,20 @@ class RunView(View):
 
     def refresh(self) -> str:
         with self._lock:
-            try:
-                if self._started() != self._first:  # deleted, and begun again
-                    raise ReportError("A run was read.", "It was begun anew.", "Read it again.")
-                self._page.refresh()
-            except (HooklineError, OSError, IndexError):
-                self._reopen()
+            # Gone, or half written: what was read of it stays on the page.
+            with suppress(HooklineError, OSError, IndexError):
+                if not self._reads_on():
+                    self._open()
+                    self._renewed += 1
             return self.revision
 
-    def _reopen(self) -> None:
-        try:
-            self._open()
-            self._renewed += 1
-        except (HooklineError, OSError, IndexError):
-            return  # gone, or half written: what was read of it stays on the page
+    def _reads_on(self) -> bool:
+        """Read what was written since; return False if the run was deleted and begun again."""
+        with suppress(HooklineError, OSError, IndexError):
+            if self._started() == self._first:
+                self._page.refresh()
+                return True
+        return False
 
     def _current(self) -> Page:
         if self._made is None or self._made[0] != self.revision:
@@ -275,12 +275,10 @@ def _name(path: Path) -> str:
 
 def _kind_of(path: Path) -> str | None:
     """Return what is at a path: a run, a store, a record, a report, or None."""
-    try:
+    with suppress(OSError):
         if path.is_dir():
             return kind_of(path)
         if path.suffix == ".html" and path.is_file():
             with path.open("rb") as file:
                 return "report" if is_page(file.read(4096)) else None
-    except OSError:
-        return None
     return None

@@ -22,11 +22,10 @@ from hookline.isolation.model_calls import run_model
 from hookline.isolation.module_index import ModuleIndex
 from hookline.places.resolution import Place
 from hookline.places.tree import join, tensors_of, walk
-from hookline.view.page import Chunk, Page
+from hookline.view.page import Page
 from hookline.view.page_tree import PageTree
-from hookline.view.record_pages import add_record, facts_of, gather, share
+from hookline.view.record_pages import add_record, facts_of, gather, page_of_tree, share
 from hookline.view.tensor_summaries import summarize_value
-from hookline.view.value_findings import find_value_problems
 
 __all__ = ["page_of_model"]
 
@@ -44,32 +43,25 @@ def page_of_model(model: nn.Module, batch: Any, loss: Loss | None, budget: int) 
             run_model(model, copy_batch(batch))
     summary = summarize(model, batch)
     tree = PageTree(summary)
-    chunks: dict[str, Callable[[], Chunk]] = {}
-    notes: list[str] = []
     tensors = [(path, pair) for path, module in walk(model) for pair in tensors_of(module)]
     ran = (batch is not None) + (loss is not None)
     most = share(budget, len(tensors) + ran * len(tree.modules))
     if batch is not None:
-        add_record(tree, chunks, _observe(model, batch, loss, most), most, notes)
+        add_record(tree, _observe(model, batch, loss, most), most)
     for path, (name, tensor) in tensors:
         place = Place(join(path, name), "value")
         if nn.parameter.is_lazy(tensor):
-            tree.entry(place, note="It has no shape before the first run.", count=0, chunk="")
+            tree.entry(place, note="It has no shape before the first run.", count=0)
         else:
-            gather(tree, chunks, place, [tensor], most, notes, weight=True)
+            gather(tree, place, [tensor], most)
     run_so = "one run" + " with gradients" * bool(loss)
-    return Page(
-        {
-            "kind": "model",
-            "title": summary.model,
-            "subtitle": "parameters only" if batch is None else run_so,
-            "item": "call",
-            "facts": facts_of(summary),
-            "notes": notes,
-            "findings": find_value_problems(tree, notes),
-            **tree.to_json(),
-        },
-        chunks,
+    return page_of_tree(
+        tree,
+        kind="model",
+        title=summary.model,
+        subtitle="parameters only" if batch is None else run_so,
+        item="call",
+        facts=facts_of(summary),
     )
 
 

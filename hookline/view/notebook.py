@@ -127,9 +127,10 @@ def _pictures(subject: Any, names: Sequence[str]) -> dict[int, tuple[str, str]]:
     return {n: made for n, made in enumerate(found) if made is not None and any(made)}
 
 
-def _drawn(tensor: Tensor | None) -> tuple[str, str] | None:
+def _drawn(tensor: Tensor | None, words: bool = True) -> tuple[str, str] | None:
+    """Return the extent in words, unless they are not wanted, and the picture of a tensor."""
     try:
-        return None if tensor is None else (extent(tensor), thumbnail(tensor))
+        return None if tensor is None else (extent(tensor) if words else "", thumbnail(tensor))
     except Exception:  # noqa: BLE001 - a tensor that cannot be read leaves others theirs
         return None
 
@@ -153,8 +154,7 @@ def _of_record(record: Record, names: Sequence[str]) -> Found:
 
 def _of_patterns(patterns: Patterns, names: Sequence[str]) -> Found:
     for place in patterns.places()[: min(len(names), 12)]:  # each is computed for its picture
-        made = _drawn(patterns[place, 0][:1])
-        yield None if made is None else ("", made[1])
+        yield _drawn(patterns[place, 0][:1], words=False)
 
 
 def _of_store(store: Store, names: Sequence[str]) -> Found:
@@ -191,8 +191,7 @@ def _of_measurements(found: Measurements, names: Sequence[str]) -> Found:
             yield "", bars(counts if counts.ndim == 1 else counts.sum(0))
         else:
             flat = [one for one in results if isinstance(one, Tensor) and one.numel() > 1]
-            made = _drawn(flat[0].to(torch.float32)) if flat else None
-            yield None if made is None else ("", made[1])
+            yield _drawn(flat[0].to(torch.float32) if flat else None, words=False)
 
 
 _FINDERS: dict[type, Callable[[Any, Sequence[str]], Found]] = {

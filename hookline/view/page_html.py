@@ -3,8 +3,8 @@
 - `as_html(page)`: the whole file
 - `shell(title, data)`: the HTML around the data, for a file and for the live view
 - `policy(connect)`: its Content-Security-Policy
-- `is_page(start)`: whether a file with this start claims to be such a file
-- `why_not(content)`: why a file is not exactly what this version has written
+- `is_page(start)`: True if a file with this start claims to be such a file
+- `why_not(content)`: the reason why a file was not written by this version, or was changed
 
 A file contains its version, and a digest of itself with zeros in the digest's place.
 """

@@ -1,12 +1,13 @@
 """The tree of a page: its modules, and the places on it.
 
-- `PageTree`: modules and entries, added one by one
+- `PageTree`: modules and entries with their chunks, added one by one
 - `PageEntry`: a place on the page
 - `read_place(text)`: a place from its text alone
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from hookline.errors import HooklineError
 from hookline.places.grammar import is_gradient, parse
 from hookline.places.resolution import Place
 from hookline.places.tree import join
+from hookline.view.page import Chunk
 
 __all__ = ["PageEntry", "PageTree", "read_place"]
 
@@ -35,7 +37,7 @@ class PageEntry:
     module: int
     group: str
     gradient: bool
-    chunk: str
+    chunk: str = ""
     count: int = 1  # calls, samples or steps
     shape: list[int | str] | None = None
     dtype: str = ""
@@ -50,11 +52,13 @@ class PageEntry:
 
 
 class PageTree:
-    """The modules of a page in model order, and its entries."""
+    """The modules of a page in model order, its entries with their chunks, and its notes."""
 
     def __init__(self, summary: Summary | None = None) -> None:
         self.modules: list[dict[str, Any]] = []
         self.entries: list[PageEntry] = []
+        self.chunks: dict[str, Callable[[], Chunk]] = {}
+        self.notes: list[str] = []
         self._index: dict[str, int] = {}
         for row in () if summary is None else summary.modules:
             module = self.modules[self.module(row.place, row.type)]
@@ -79,8 +83,10 @@ class PageTree:
         """Return the index of the module with that path, if there is one."""
         return self._index.get(path)
 
-    def entry(self, place: Place | str, **known: Any) -> PageEntry:
-        """Add a place below its module."""
+    def entry(
+        self, place: Place | str, make: Callable[[], Chunk] | None = None, **known: Any
+    ) -> PageEntry:
+        """Add a place below its module; `make` returns its chunk, if it has one."""
         if not isinstance(place, Place):
             place = read_place(place)
         path, rest = place.path, ""
@@ -92,10 +98,12 @@ class PageTree:
         if place.operation is not None:
             group = f"/{place.operation}" + ("" if port == "output" else f":{port}")
         group += "".join(f"[{part}]" for part in place.parts)
-        known.setdefault("chunk", f"e{len(self.entries)}")
         known.setdefault("weight", place.port in ("value", "grad"))
         known.setdefault("gradient", is_gradient(place.port))
         found = PageEntry(str(place), index, group, **known)
+        if make is not None:
+            found.chunk = f"e{len(self.entries)}"
+            self.chunks[found.chunk] = make
         self.entries.append(found)
         return found
 

@@ -1,14 +1,14 @@
 """Make the page of a record: each place with its calls, and gradients beside their values.
 
 - `page_of_record(record, model, …)`: the page
-- `add_record(…)`: add the entries of all its places; `gather(…)`: of one, from its values
+- `add_record(…)`: add the entries of all its places; `gather(…)`: add those of one place
 - `items_chunk(summaries, labels)`: the chunk of an entry
-- `share`, `facts_of`, `BUDGET`: for other pages
+- `page_of_tree`, `share`, `facts_of`, `BUDGET`: for other pages
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -37,7 +37,8 @@ from hookline.view.tensor_summaries import (
 from hookline.view.value_findings import find_value_problems
 
 __all__ = [
-    "BUDGET", "add_record", "facts_of", "gather", "items_chunk", "page_of_record", "share",
+    "BUDGET", "add_record", "facts_of", "gather", "items_chunk", "page_of_record", "page_of_tree",
+    "share",
 ]  # fmt: skip
 
 BUDGET = 12_000_000  # bytes of pictures on a page
@@ -45,14 +46,12 @@ _CALLS = 12  # calls of a place that are shown
 
 
 def page_of_record(record: Record, model: nn.Module | None = None, budget: int = BUDGET) -> Page:
-    """The page of what a capture has kept."""
+    """Make the page of a record; by default, its model is the captured one if that still exists."""
     model = model_of(record) if model is None else model
     summary = None if model is None else summarize(model)
     tree = PageTree(summary)
     places = record.places()
-    chunks: dict[str, Callable[[], Chunk]] = {}
-    notes: list[str] = []
-    add_record(tree, chunks, record, share(budget, len(places) * 2), notes)
+    add_record(tree, record, share(budget, len(places) * 2))
     facts = [
         ["places", f"{len(places):,}"],
         ["values", f"{sum(len(one.all_kept()) for one in captured(record)):,}"],
@@ -60,39 +59,32 @@ def page_of_record(record: Record, model: nn.Module | None = None, budget: int =
     ]
     if summary is not None:
         facts = facts_of(summary) + facts
-    title = "Record" if summary is None else summary.model
-    return Page(
-        {
-            "kind": "record",
-            "title": title,
-            "subtitle": f"{len(places):,} places captured",
-            "item": "call",
-            "facts": facts,
-            "notes": notes,
-            "findings": find_value_problems(tree, notes),
-            **tree.to_json(),
-        },
-        chunks,
+    return page_of_tree(
+        tree,
+        kind="record",
+        title="Record" if summary is None else summary.model,
+        subtitle=f"{len(places):,} places captured",
+        item="call",
+        facts=facts,
     )
 
 
-def add_record(
-    tree: PageTree,
-    chunks: dict[str, Callable[[], Chunk]],
-    record: Record,
-    most: int,
-    notes: list[str],
-) -> None:
+def page_of_tree(tree: PageTree, **content: Any) -> Page:
+    """Make a page of values, with the problems that are found in them."""
+    content["findings"] = find_value_problems(tree)
+    return Page({**content, "notes": tree.notes, **tree.to_json()}, tree.chunks)
+
+
+def add_record(tree: PageTree, record: Record, most: int) -> None:
     """Add the entries of all places of a record, with the reason where there is no value."""
     for place in record.places():
         try:
             numbered = record.numbered(place)
         except HooklineError as error:
-            tree.entry(place, note=str(error), count=0, chunk="")
+            tree.entry(place, note=str(error), count=0)
             continue
-        weight = place.port in ("value", "grad")
         numbers, calls = [n for n, _ in numbered], [value for _, value in numbered]
-        gather(tree, chunks, place, calls, most, notes, weight=weight, numbers=numbers)
+        gather(tree, place, calls, most, numbers)
     for place, reason in record.unfired().items():
         _never_called(tree, place, reason)
     for place in record.places():
@@ -103,13 +95,9 @@ def add_record(
 
 def gather(
     tree: PageTree,
-    chunks: dict[str, Callable[[], Chunk]],
     place: Place,
     calls: list[Any],
     most: int,
-    notes: list[str],
-    *,
-    weight: bool = False,
     numbers: Sequence[int] | None = None,
 ) -> None:
     """Add the entries of a place: one for each tensor in its values, with its calls.
@@ -120,9 +108,10 @@ def gather(
     shown = spread(len(calls), _CALLS)
     if len(shown) < len(calls):
         note = f"Of places with more than {_CALLS} calls, {_CALLS} calls are shown."
-        if note not in notes:
-            notes.append(note)
+        if note not in tree.notes:
+            tree.notes.append(note)
     most = max(most // max(len(shown) // 2, 1), 256)
+    weight = place.port in ("value", "grad")
     summaries: dict[tuple[Any, ...], list[TensorSummary | None]] = {}
     for position, index in enumerate(shown):
         value = calls[index]
@@ -133,27 +122,27 @@ def gather(
         for path, one in found:
             row = summaries.setdefault(path, [])
             row += [None] * (position - len(row)) + [one]
+    labels = [str(numbers[index]) for index in shown]
     for path, row in summaries.items():
         row += [None] * (len(shown) - len(row))
-        parts = (*place.parts, *path)
-        full = Place(place.path, place.port, parts, place.operation)
-        first = next(one for one in row if one is not None)
-        entry = tree.entry(
-            full,
+        meta = next(one for one in row if one is not None).meta
+        tree.entry(
+            Place(place.path, place.port, (*place.parts, *path), place.operation),
+            partial(items_chunk, row, labels),
             count=numbers[-1] + 1,
-            shape=first.meta["shape"],
-            dtype=first.meta["dtype"],
-            summary={**first.meta.get("statistics", {}), "dead": first.meta.get("dead")},
+            shape=meta["shape"],
+            dtype=meta["dtype"],
+            summary={**meta.get("statistics", {}), "dead": meta.get("dead")},
         )
-        labels = [str(numbers[index]) for index in shown]
-        chunks[entry.chunk] = partial(items_chunk, row, labels)
     if not summaries:
         kind = type(calls[0]).__name__ if calls else "nothing"
         note = f"There is no tensor in it: it is of type {kind}."
-        tree.entry(place, note=note, count=len(calls), chunk="")
+        tree.entry(place, note=note, count=len(calls))
 
 
-def items_chunk(summaries: Sequence[TensorSummary | None], labels: Sequence[str]) -> Chunk:
+def items_chunk(
+    summaries: Sequence[TensorSummary | None], labels: Sequence[str], prefix: str = ""
+) -> Chunk:
     """Return the chunk of an entry: its tensor summaries, labelled by call or sample."""
     items: list[dict[str, Any]] = []
     arrays: dict[str, NDArray[Any]] = {}
@@ -163,11 +152,11 @@ def items_chunk(summaries: Sequence[TensorSummary | None], labels: Sequence[str]
             continue
         item = {"label": label, **one.meta}
         if one.counts is not None:
-            item["counts"] = f"h{n}"
-            arrays[f"h{n}"] = one.counts.astype(np.uint32)
+            item["counts"] = f"{prefix}h{n}"
+            arrays[item["counts"]] = one.counts.astype(np.uint32)
         if one.picture is not None:
-            item["picture"] = f"p{n}"
-            arrays[f"p{n}"] = one.picture
+            item["picture"] = f"{prefix}p{n}"
+            arrays[item["picture"]] = one.picture
         items.append(item)
     return Chunk({"items": items}, arrays)
 
@@ -202,7 +191,7 @@ def _never_called(tree: PageTree, place: Place, reason: str) -> None:
     if index is not None and place.port == "output" and place.operation is None:
         tree.modules[index].update(called=False, reason=reason)
     else:
-        tree.entry(place, note=reason, count=0, chunk="")
+        tree.entry(place, note=reason, count=0)
 
 
 def facts_of(summary: Summary) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 - `report(subject, to)`: write the page
 - `page_of(subject)`: the page before it becomes HTML
-- `kind_of(folder)`: what a folder contains
+- `kind_of(folder)`: the kind of thing that a folder holds
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Make the page of a training run: curves, layers × steps, and the change of each place over time.
 
 - `page_of_run(run, …)`: the page
-- `RunPage`: the same for the live view, which reads on as the run grows
+- `RunPage`: the page for the live view, which reads on as the run grows
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import nn
 
 from hookline.costs.summarizing import summarize
 from hookline.places.resolution import Place
-from hookline.training.run_files import Row
 from hookline.training.run_reading import Run
 from hookline.view.page import Chunk, Page
 from hookline.view.page_tree import PageTree, read_place
@@ -96,8 +95,6 @@ class RunPage:
             )
             for k, statistic in enumerate(statistics):
                 chunks[f"map:{number}:{k}"] = partial(self._map_chunk, kind, statistic)
-        for row, entry in enumerate(tree.entries):
-            chunks[entry.chunk] = partial(self._entry_chunk, row)
         moving = self.moving()
         moving["run"]["maps"] = maps
         content: dict[str, Any] = {
@@ -108,7 +105,7 @@ class RunPage:
             **moving,
             **tree.to_json(),
         }
-        return Page(content, chunks)
+        return Page(content, chunks | tree.chunks)
 
     def moving(self) -> dict[str, Any]:
         """Return the part of the page that changes as the run grows."""
@@ -160,13 +157,14 @@ class RunPage:
         tree.module("", self.run.head.model)
         latest = self.table.values[:, :, -1] if len(self.table.steps) else None
         for n, row in enumerate(self.table.rows):
-            place = _place_of(row)
+            place = Place(read_place(row.place).path, _PORTS.get(row.kind, "output"))
             summary = None
             if latest is not None:
                 numbers = zip(self.table.statistics, latest[n].tolist(), strict=True)
                 summary = {name: value for name, value in numbers if np.isfinite(value)}
             entry = tree.entry(
                 place,
+                partial(self._entry_chunk, n),
                 count=len(self.table.steps),
                 shape=None if row.shape is None else [*row.shape],
                 role="" if row.kind in _PAIRED else row.kind,
@@ -192,8 +190,7 @@ class RunPage:
         found = self.scalars()
         arrays: dict[str, npt.NDArray[Any]] = {}
         for n, one in enumerate(found):
-            arrays[f"s{n}"] = np.asarray(one["steps"], np.float64)
-            arrays[f"v{n}"] = np.asarray(one["values"], np.float64)
+            arrays |= {f"s{n}": one["steps"], f"v{n}": one["values"]}
         return Chunk({"names": [one["name"] for one in found]}, arrays)
 
     def _map_chunk(self, kind: str, statistic: str) -> Chunk:
@@ -221,7 +218,7 @@ class RunPage:
 def _visible_positions(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.intp]:
     """Return positions of the least, the greatest and any non-finite value in each stretch.
 
-    So a single bad step stays visible. The first and the last position are among them.
+    A single bad step stays visible. The first and the last position are among them.
     """
     stretch = -(-len(values) // (most // 3))
     padded = np.pad(values, (0, -len(values) % stretch), mode="edge").reshape(-1, stretch)
@@ -232,8 +229,3 @@ def _visible_positions(values: npt.NDArray[np.float64], most: int) -> npt.NDArra
     found = within + np.arange(0, padded.size, stretch)
     ends = np.array([0, len(values) - 1])
     return np.unique(np.append(found.clip(max=len(values) - 1), ends))
-
-
-def _place_of(row: Row) -> Place:
-    """Return the place of a row: its module or parameter, at the port of its kind."""
-    return Place(read_place(row.place).path, _PORTS.get(row.kind, "output"))

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -19,9 +18,8 @@ from hookline.storage.stored_rows import StoredSamples
 from hookline.values.tables import show_bytes
 from hookline.view.page import Chunk, Page
 from hookline.view.page_tree import PageTree
-from hookline.view.record_pages import BUDGET, items_chunk, share
+from hookline.view.record_pages import BUDGET, items_chunk, page_of_tree, share
 from hookline.view.tensor_summaries import spread, summarize_tensor
-from hookline.view.value_findings import find_value_problems
 
 __all__ = ["page_of_store", "sample_chunk"]
 
@@ -34,7 +32,6 @@ def page_of_store(
 ) -> Page:
     """Make the page of a store."""
     tree = PageTree(None if model is None else summarize(model))
-    chunks: dict[str, Callable[[], Chunk]] = {}
     places, total = store.places(), len(store)
     shown = spread(total, _SAMPLES)
     most = share(budget, len(places) * (len(shown) + 1))
@@ -46,39 +43,35 @@ def page_of_store(
         shape: list[int | str] = [total, *values.shape[1:]]
         if isinstance(column, StoredSamples):
             shape.insert(1, "varying")
-        entry = tree.entry(
+        tree.entry(
             place,
+            partial(_entry_chunk, store, place, [] if live else shown, most),
             count=total,
             shape=shape,
             dtype=str(values.dtype).removeprefix("torch."),
             summary={} if found is None else found.meta.get("statistics", {}),
         )
-        chunks[entry.chunk] = partial(_entry_chunk, store, place, [] if live else shown, most)
-    notes = [] if live or len(shown) == total else [f"{len(shown)} of {total:,} samples are shown."]
+    if not live and len(shown) < total:
+        tree.notes.append(f"{len(shown)} of {total:,} samples are shown.")
     if total > _ROWS:
-        notes.append(f"Statistics are those of {_ROWS} of {total:,} samples.")
+        tree.notes.append(f"Statistics are those of {_ROWS} of {total:,} samples.")
     info = store.info()
     ids = store.ids if total <= 100_000 else None
-    return Page(
-        {
-            "kind": "store",
-            "title": store.folder.name,
-            "subtitle": f"a store of {total:,} samples",
-            "item": "sample",
-            "live": live,
-            "facts": [
-                ["samples", f"{total:,}"],
-                ["places", f"{len(places):,}"],
-                ["size", show_bytes(info.nbytes)],
-                ["shards", f"{info.shards:,}"],
-                *_facts(store.metadata)[:12],
-            ],
-            "notes": notes,
-            "findings": find_value_problems(tree, notes),
-            "ids": None if ids is None or len(ids) > 2_000 else [str(one) for one in ids],
-            **tree.to_json(),
-        },
-        chunks,
+    return page_of_tree(
+        tree,
+        kind="store",
+        title=store.folder.name,
+        subtitle=f"a store of {total:,} samples",
+        item="sample",
+        live=live,
+        facts=[
+            ["samples", f"{total:,}"],
+            ["places", f"{len(places):,}"],
+            ["size", show_bytes(info.nbytes)],
+            ["shards", f"{info.shards:,}"],
+            *_facts(store.metadata)[:12],
+        ],
+        ids=None if ids is None or len(ids) > 2_000 else [str(one) for one in ids],
     )
 
 
@@ -91,17 +84,11 @@ def _entry_chunk(store: Store, place: str, shown: list[int], most: int) -> Chunk
     """Return the samples of a place, after an overview of many of them."""
     rows = _overview(store, place)
     summaries = [summarize_tensor(_sample(store, place, position), most) for position in shown]
-    labels = [str(position) for position in shown]
-    chunk = items_chunk(summaries, labels)
+    chunk = items_chunk(summaries, [str(position) for position in shown])
     if rows is None:
         return chunk
-    whole = items_chunk([summarize_tensor(rows, most)], ["all"])
-    arrays = {f"all-{name}": array for name, array in whole.arrays.items()}
-    item = whole.meta["items"][0]
-    for key in ("counts", "picture"):
-        if key in item:
-            item[key] = f"all-{item[key]}"
-    return Chunk({**chunk.meta, "all": item}, {**chunk.arrays, **arrays})
+    whole = items_chunk([summarize_tensor(rows, most)], ["all"], "all-")
+    return Chunk({**chunk.meta, "all": whole.meta["items"][0]}, {**chunk.arrays, **whole.arrays})
 
 
 def _overview(store: Store, place: str) -> Tensor | None:

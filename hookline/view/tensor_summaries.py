@@ -69,7 +69,7 @@ def summarize_tensor(tensor: Tensor, most: int = MOST, *, weight: bool = False) 
     if placements(tensor) is not None:
         notes.append("the part of it that this rank holds")
     meta: dict[str, Any] = {
-        "shape": _shape(tensor),
+        "shape": ["nested"] if tensor.is_nested else [*tensor.shape],
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "notes": notes,
     }
@@ -108,12 +108,6 @@ def numbers_of(tensor: Tensor) -> Tensor | None:
     if tensor.dtype is not torch.float64:
         tensor = tensor.float()
     return tensor.cpu()
-
-
-def _shape(tensor: Tensor) -> list[int | str]:
-    if tensor.is_nested:
-        return ["nested"]
-    return [*tensor.shape]
 
 
 def _statistics(

@@ -1,7 +1,7 @@
 """Draw tiny pictures of tensors for notebooks, as PNG files, without other libraries.
 
 - `thumbnail(tensor)`: a tensor of any shape as a small picture, in an `<img>` that holds its data
-- `bars(counts)`: the same for a histogram
+- `bars(counts)`: a histogram as a small picture
 - `extent(tensor)`: the least and the greatest value, in words
 - `png(pixels, palette)`: the bytes of a PNG
 """
@@ -39,15 +39,13 @@ _MARKS = ((153, 153, 153), (230, 0, 126), (0, 213, 255), (0, 0, 0))  # NaN, +Inf
 
 def _palette(stops: Sequence[Colour]) -> bytes:
     """Return the shades between some colours, and the marks."""
-    shades: list[Colour] = []
+    parts: list[int] = []
     for n in range(_SHADES):
         at = n / (_SHADES - 1) * (len(stops) - 1)
-        low, share = min(int(at), len(stops) - 2), at - min(int(at), len(stops) - 2)
-        mixed = [
-            round(a + (b - a) * share) for a, b in zip(stops[low], stops[low + 1], strict=True)
-        ]
-        shades.append((mixed[0], mixed[1], mixed[2]))
-    return bytes(part for colour in (*shades, *_MARKS) for part in colour)
+        low = min(int(at), len(stops) - 2)
+        ends = zip(stops[low], stops[low + 1], strict=True)
+        parts += [round(a + (b - a) * (at - low)) for a, b in ends]
+    return bytes([*parts, *(part for mark in _MARKS for part in mark)])
 
 
 def png(pixels: Tensor, palette: bytes) -> bytes:
@@ -96,30 +94,20 @@ def _pick(matrix: Tensor, height: int, width: int) -> Tensor:
     return matrix[..., rows, :][..., columns].to("cpu", torch.float64)
 
 
-def _plane(tensor: Tensor) -> Tensor:
-    """Return the matrix to draw of a tensor: some images or heads side by side."""
+def _plane(tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Return the matrix to draw of a tensor, and the columns between some images or heads."""
     if tensor.ndim < 2:
-        return _pick(tensor.reshape(1, -1), 1, _WIDE).expand(6, -1)
-    if tensor.ndim == 2:
-        return _pick(tensor, _HIGH, _WIDE)
+        return _pick(tensor.reshape(1, -1), 1, _WIDE).expand(6, -1), []
     while tensor.ndim > 4:
         tensor = tensor[0]
-    if tensor.ndim == 3:  # samples × positions × channels, or channels × height × width
-        return _pick(tensor[0], _HIGH, _WIDE)
+    if tensor.ndim < 4:  # the first sample of positions × channels, or the first channel
+        return _pick(tensor[0] if tensor.ndim == 3 else tensor, _HIGH, _WIDE), []
     some = tensor[0][spread(tensor.shape[1], 3)]
     pieces = _pick(some, _HIGH, _WIDE // max(1, len(some)) - 1)
     gap = torch.full((pieces.shape[1], 1), math.nan, dtype=torch.float64, device="cpu")
     joined = [part for piece in pieces for part in (piece, gap)]
-    return torch.cat(joined[:-1], 1)
-
-
-def _gaps(tensor: Tensor, plane: Tensor) -> list[int]:
-    """Return the columns between pictures."""
-    if tensor.ndim < 4:
-        return []
-    count = min(3, tensor.shape[-3])
-    width = (plane.shape[1] - count + 1) // count
-    return [n * (width + 1) + width for n in range(count - 1)]
+    gaps = [(n + 1) * (pieces.shape[2] + 1) - 1 for n in range(len(pieces) - 1)]
+    return torch.cat(joined[:-1], 1), gaps
 
 
 def thumbnail(tensor: Tensor) -> str:
@@ -135,7 +123,7 @@ def thumbnail(tensor: Tensor) -> str:
     dense = _dense(tensor)
     if dense is None or dense.numel() < 2:
         return ""
-    plane = _plane(dense)
+    plane, gaps = _plane(dense)
     finite = plane[plane.isfinite()]
     low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
     two = low < 0
@@ -146,7 +134,7 @@ def thumbnail(tensor: Tensor) -> str:
     pixels = (share.nan_to_num(0, 1, 0).clamp(0, 1) * (_SHADES - 1)).round()
     pixels = pixels.where(~plane.isnan(), float(_NAN)).where(~plane.isposinf(), float(_ABOVE))
     pixels = pixels.where(~plane.isneginf(), float(_BELOW))
-    pixels[:, _gaps(dense, plane)] = _NOTHING
+    pixels[:, gaps] = _NOTHING
     return _image(
         pixels, _TWO_WAYS if two else _ONE_WAY, f"{tuple(tensor.shape)}: {extent(tensor)}"
     )

@@ -1,6 +1,6 @@
 """Find problems in the values on a page, from their statistics.
 
-- `find_value_problems(tree, notes)`: the findings, the most severe first
+- `find_value_problems(tree)`: the findings, the most severe first
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MOST = 60
 _DEAD = 0.5  # the share of channels from which on it is worth a word
 
 
-def find_value_problems(tree: PageTree, notes: list[str]) -> list[dict[str, Any]]:
+def find_value_problems(tree: PageTree) -> list[dict[str, Any]]:
     """Find values that are not finite, all 0, or 0 in most channels; the most severe first.
 
     Values are in the order of the model, then gradients in that of the backward, so that the first
@@ -26,7 +26,7 @@ def find_value_problems(tree: PageTree, notes: list[str]) -> list[dict[str, Any]
     gradients = [entry for entry in tree.entries if entry.gradient]
     found = [finding for entry in [*values, *gradients[::-1]] for finding in _of(entry)]
     if len(found) > _MOST:
-        notes.append(f"{_MOST} of {len(found):,} findings are shown.")
+        tree.notes.append(f"{_MOST} of {len(found):,} findings are shown.")
     return sorted(found, key=lambda finding: finding["severity"] != "error")[:_MOST]
 
 

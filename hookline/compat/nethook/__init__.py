@@ -6,7 +6,7 @@
 - `StopForward`: the exception that ends a forward early
 - `Traced`: one layer of a TraceDict, with its `input` and `output`
 - `InstrumentedModel`: a wrapper that retains and edits layers for as long as it is open
-- `retain_layers`, `edit_layers`, `clear_edit`: the same in dicts that are attributes of the model
+- `retain_layers`, `edit_layers`, `clear_edit`: retain and edit, in dicts on the model itself
 - `Callbacks`: call a function with the value of each layer, and with its gradient
 - `get_module`, `get_parameter`, `module_names`, `parameter_names`, `replace_module`,
   `set_requires_grad`: modules and parameters by their dotted names

@@ -70,13 +70,13 @@ class Callbacks:
 
     def __enter__(self) -> Self:
         names = [name for aliases in self._names.values() for name in aliases]
+        asked = ((self._forward, "output", "output"), (self._backward, "grad", "grad_output"))
         with ExitStack() as stack:
-            if self._forward is not None:
-                function = partial(_call, self._forward, "output", self._names)
-                stack.enter_context(_watch(self._module, names, "output", function))
-            if self._backward is not None:
-                function = partial(_call, self._backward, "grad", self._names)
-                stack.enter_context(_watch(self._module, names, "grad_output", function))
+            for function, word, port in asked:
+                if function is not None:
+                    places = [place(name, port) for name in names]
+                    call = partial(_call, function, word, self._names)
+                    stack.enter_context(hook(self._module, places, call))
             self._stack = stack.pop_all()
         return self
 
@@ -84,12 +84,8 @@ class Callbacks:
         self._stack.__exit__(*error)
 
 
-def _watch(module: nn.Module, names: list[str], port: str, function: Callable[..., Any]) -> hook:
-    return hook(module, [place(name, port) for name in names], function)
-
-
 def _call(
-    function: Invocation, what: str, names: dict[int, list[str]], value: Any, call: Call
+    function: Invocation, word: str, names: dict[int, list[str]], value: Any, call: Call
 ) -> None:
     for layer in names[id(call.module)] if not call.recomputed else ():
-        function(**{what: value, "layer": layer})
+        function(**{word: value, "layer": layer})

@@ -2,6 +2,7 @@
 
 - `InstrumentedModel(model)`: retain_layer, edit_layer, and related methods
 - `Layer`: the type of layer names; `NothingRetained`: the error for a layer that is not retained
+- `fitted(value, x)`: the value of an edit with the dimensions of an output
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hookline.errors import ChangeError, NotCaptured, PlaceError
 from hookline.places.resolution import Place
 from hookline.values.nested import only_tensor, set_part
 
-__all__ = ["InstrumentedModel", "Layer", "NothingRetained"]
+__all__ = ["InstrumentedModel", "Layer", "NothingRetained", "fitted"]
 
 Layer: TypeAlias = str | tuple[str, str]  # a name, or a name and an alias
 _PART = {"layer", "first_layer", "last_layer"}
@@ -418,15 +419,15 @@ def _mix(x: Any, call: Call, arguments: dict[str, Any]) -> Any:
     path, tensor = only_tensor(x, lambda: f"The value at {str(call.place)!r}")
     changed = tensor
     if ablation is not None or replacement is not None:
-        amount = _match(1.0 if ablation is None else ablation, tensor)
-        mixed = blend(_match(0.0 if replacement is None else replacement, tensor), amount)
+        amount = fitted(1.0 if ablation is None else ablation, tensor)
+        mixed = blend(fitted(0.0 if replacement is None else replacement, tensor), amount)
         changed = mixed.meet(changed, call)
     if offset is not None:
-        changed = add(_match(offset, tensor)).meet(changed, call)
+        changed = add(fitted(offset, tensor)).meet(changed, call)
     return set_part(x, path, changed)
 
 
-def _match(value: Any, x: Tensor) -> Tensor:
+def fitted(value: Any, x: Tensor) -> Tensor:
     """Return a number, list, array or tensor with the dtype, device and dimensions of an output."""
     own = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     if own.ndim < x.ndim:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hookline.compat.nethook.instrumented_model import InstrumentedModel, Layer
+from hookline.compat.nethook.instrumented_model import InstrumentedModel, Layer, fitted
 from hookline.compat.nethook.retained_values import recursive_copy
 from hookline.errors import ChangeError
 from hookline.values.nested import only_tensor, set_part
@@ -59,6 +58,7 @@ class _Retained(_Table):
 def retain_layers(model: nn.Module, layer_names: Iterable[Layer]) -> None:
     """Retain the outputs of layers in the dict `model.retained`, detached, after all edits.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
     >>> retain_layers(model, [("1", "relu")])
     >>> _ = model(torch.tensor([-1.0, 1.0]))
@@ -79,6 +79,7 @@ def retain_layers(model: nn.Module, layer_names: Iterable[Layer]) -> None:
 def edit_layers(model: nn.Module, layer_names: Iterable[Layer]) -> None:
     """Make layers return `x * (1 - a) + r * a`, with `a` and `r` from dicts on the model.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Identity())
     >>> edit_layers(model, ["0"])
     >>> model.ablation["0"], model.replacement["0"] = 0.5, 10.0
@@ -101,10 +102,10 @@ def edit_layers(model: nn.Module, layer_names: Iterable[Layer]) -> None:
         if ablation.get(name) is None:
             return output
         path, x = only_tensor(output, f"The output of the layer {name!r}")
-        amount = _fitted(ablation[name], x, name)
+        amount = _with_pixels(ablation[name], x, name)
         new = x * (1 - amount)
         if replacement.get(name) is not None:
-            new = new + _fitted(replacement[name], x, name) * amount
+            new = new + _with_pixels(replacement[name], x, name) * amount
         return set_part(output, path, new)
 
     ablation.hook(model, mixed)
@@ -136,11 +137,9 @@ def _put(model: nn.Module, **tables: _Table) -> None:
         setattr(model, name, table)
 
 
-def _fitted(given: Any, x: Tensor, name: str) -> Tensor:
+def _with_pixels(given: Any, x: Tensor, name: str) -> Tensor:
     """Return the value for a layer, with the dtype, device, dimensions and pixels of its output."""
-    own = torch.as_tensor(given, dtype=x.dtype, device=x.device)
-    if own.ndim < x.ndim:
-        own = own.reshape(1, *own.shape, *[1] * (x.ndim - own.ndim - 1))
+    own = fitted(given, x)
     if own.ndim == x.ndim == 4 and own.shape[2:] != x.shape[2:] and own[0, 0].numel() > 1:
         own = F.adaptive_max_pool2d(own, x.shape[2:])
     if any(a not in (1, b) for a, b in zip(own.shape[::-1], x.shape[::-1], strict=False)):

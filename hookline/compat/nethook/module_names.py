@@ -1,6 +1,6 @@
 """Modules and parameters by their dotted names.
 
-- `get_module(model, name)`, `get_parameter(model, name)`: what has a name
+- `get_module(model, name)`, `get_parameter(model, name)`: the module or parameter with a name
 - `module_names(model)`, `parameter_names(model)`: all names
 - `replace_module(model, name, new_module)`: put another module there, for good
 - `set_requires_grad(requires_grad, *models)`: freeze or thaw

@@ -1,15 +1,15 @@
 """Call a function with only the arguments that it takes.
 
 - `invoke_with_optional_args(fn, *args, **kwargs)`: the original name
-- `Invocation`: the same for many calls of one function, whose signature is read once
+- `Invocation`: a function for many such calls, whose signature is read once
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from inspect import Parameter
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
@@ -17,9 +17,6 @@ __all__ = ["Invocation", "invoke_with_optional_args"]
 
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-
-# Which of the given arguments, followed by defaults, go by position and which by name.
-_Plan: TypeAlias = tuple[list[int], dict[str, int], list[Any]]
 
 
 def invoke_with_optional_args(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +43,7 @@ class Invocation:
     (4, 6)
     """
 
-    __slots__ = ("_function", "_parameters", "_plans")
+    __slots__ = ("_function", "_parameters")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
@@ -60,54 +57,38 @@ class Invocation:
             self._parameters = list(inspect.signature(told).parameters.values())
         except (TypeError, ValueError):  # builtins such as torch.relu
             self._parameters = [Parameter("value", Parameter.POSITIONAL_ONLY)]
-        self._plans: dict[Any, _Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shape = (len(args), *kwargs)
-        plan = self._plans.get(shape)
-        if plan is None:
-            plan = self._plans[shape] = self._arrange(len(args), list(kwargs))
-        positional, named, defaults = plan
-        given = [*args, *kwargs.values(), *defaults]
-        return self._function(
-            *[given[n] for n in positional], **{name: given[n] for name, n in named.items()}
-        )
-
-    def _arrange(self, count: int, names: list[str]) -> _Plan:
-        """Return where each argument goes, for so many by position and these by name."""
-        parameters = self._parameters
-        places = {name: count + n for n, name in enumerate(names)}
-        named = {p.name: places.pop(p.name) for p in parameters if _takes_name(p, places)}
-        left: list[tuple[str | None, int]] = [*((None, n) for n in range(count)), *places.items()]
-        positional: list[int] = []
-        defaults: list[Any] = []
+        by_name = [p.name for p in self._parameters if p.kind in _BY_NAME and p.name in kwargs]
+        named = {name: kwargs[name] for name in by_name}
+        rest = {name: value for name, value in kwargs.items() if name not in named}
+        left: list[tuple[str | None, Any]] = [*((None, value) for value in args), *rest.items()]
+        positional: list[Any] = []
         missing: list[str] = []
-        for p in parameters:
+        for p in self._parameters:
             if p.kind in _BY_POSITION:
                 if p.name in named:
                     positional.append(named.pop(p.name))
                 elif left:
                     positional.append(left.pop(0)[1])
                 else:
-                    positional.append(count + len(names) + len(defaults))
-                    defaults.append(p.default)
+                    positional.append(p.default)
                     missing += [p.name] if p.default is p.empty else []
             elif p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in named:
                 missing.append(p.name)
             elif p.kind is p.VAR_KEYWORD:
-                named |= {name: n for name, n in left if name is not None}
-                left = [(name, n) for name, n in left if name is None]
+                named |= {name: value for name, value in left if name is not None}
+                left = [(name, value) for name, value in left if name is None]
         if missing:
-            name = getattr(self._function, "__name__", repr(self._function))
-            given = ", ".join([*map(str, range(count)), *names]) or "nothing"
-            raise TypeError(
-                f"{name} was to be called. It requires {', '.join(missing)}, beyond what it can "
-                f"be given ({given}). Give its other parameters a default, or bind them before."
-            )
-        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            positional += [n for _, n in left]
-        return positional, named, defaults
+            raise self._refused(missing, [*map(str, range(len(args))), *kwargs])
+        if any(p.kind is p.VAR_POSITIONAL for p in self._parameters):
+            positional += [value for _, value in left]
+        return self._function(*positional, **named)
 
-
-def _takes_name(parameter: Parameter, names: Collection[str]) -> bool:
-    return parameter.name in names and parameter.kind in _BY_NAME
+    def _refused(self, missing: list[str], given: list[str]) -> TypeError:
+        name = getattr(self._function, "__name__", repr(self._function))
+        return TypeError(
+            f"{name} was to be called. It requires {', '.join(missing)}, beyond what it can "
+            f"be given ({', '.join(given) or 'nothing'}). Give its other parameters a default, or "
+            f"bind them before."
+        )

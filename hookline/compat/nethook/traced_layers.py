@@ -1,7 +1,7 @@
 """One traced layer, with its options, input and output.
 
 - `Traced`: a layer with its `.input` and `.output`
-- `LayerOptions`: what to do at a layer
+- `LayerOptions`: the options of a trace for one layer
 - `NotRetained`: the error for a value that was not retained
 """
 
@@ -25,7 +25,7 @@ class NotRetained(NotCaptured, AttributeError):
 
 
 class LayerOptions(NamedTuple):
-    """What to do at a layer; see `Trace`."""
+    """The options of a trace for one layer; see `Trace`."""
 
     retain_output: bool = True
     retain_input: bool = False
@@ -34,6 +34,16 @@ class LayerOptions(NamedTuple):
     retain_grad: bool = False
     edit_output: Invocation | None = None
     stop: bool = False
+
+
+def _kept(port: str, words: str) -> Any:
+    """Return a property for the retained input or output, which can be read, set and deleted."""
+    return property(
+        lambda traced: traced.read(port),
+        lambda traced, value: traced.kept[port].set(value),
+        lambda traced: traced.kept[port].clear(),
+        words,
+    )
 
 
 class Traced:
@@ -47,52 +57,37 @@ class Traced:
         self.layer = layer
         self.stop = options.stop
         self.options = options
-        self._input, self._output = LastValue(losses), LastValue(losses)
+        self.kept = {"input": LastValue(losses), "output": LastValue(losses)}
         self._given: tuple[Any, ...] = ()  # the arguments of the last call when it began
         self._closed = False
         self._graded = False  # whether the retained output was made with gradients on
 
     @property
     def name(self) -> str:
-        """The layer as errors and warnings have it."""
+        """The name of the layer in errors and warnings."""
         return "the traced module" if self.layer is None else f"the layer {self.layer!r}"
 
-    @property
-    def output(self) -> Any:
-        """What the layer returned, after `edit_output`; or what was set instead."""
-        return self._read("output", self._output, self.options.retain_output)
+    output = _kept(
+        "output", "The output of the layer, after `edit_output`; or the value that was set instead."
+    )
+    input = _kept(
+        "input",
+        """The input of the layer, passed by position: the argument, or a tuple of them if there
+        were several; the keyword arguments, in the same way, if there were no others. Or the value
+        that was set instead.
+        """,
+    )
 
-    @output.setter
-    def output(self, value: Any) -> None:
-        self._output.set(value)
-
-    @output.deleter
-    def output(self) -> None:
-        self._output.clear()
-
-    @property
-    def input(self) -> Any:
-        """What the layer was given by position: the argument, or a tuple of them if there were
-        several; the keyword arguments, in the same way, if there were no others. Or what was set.
-        """
-        return self._read("input", self._input, self.options.retain_input)
-
-    @input.setter  # noqa: A003 - the property above is meant
-    def input(self, value: Any) -> None:
-        self._input.set(value)
-
-    @input.deleter  # noqa: A003 - the property above is meant
-    def input(self) -> None:
-        self._input.clear()
-
-    def _read(self, port: str, kept: LastValue, asked: bool) -> Any:
-        if not kept.filled:
+    def read(self, port: str) -> Any:
+        """Return the retained input or output; raise if there is none."""
+        if not self.kept[port].filled:
+            asked = getattr(self.options, f"retain_{port}")
             raise NotRetained(
                 f"The {port} of {self.name} was asked for.",
                 "It was not called, or its call raised." if asked else f"retain_{port} is False.",
                 "Read it after the forward." if asked else f"Trace it with retain_{port}=True.",
             )
-        return kept.read(f"{port} of {self.name}")
+        return self.kept[port].read(f"{port} of {self.name}")
 
     def close(self) -> None:
         """Do nothing any more at this layer; what was retained stays."""
@@ -128,7 +123,7 @@ class Traced:
     def _keep_input(self, given: tuple[Any, ...], again: bool = False) -> None:
         self._given = given
         # Others may hold the address of the model's own arguments: those are copied at once.
-        self._input.keep(
+        self.kept["input"].keep(
             given[0] if len(given) == 1 else given,
             clone=self.options.clone,
             detach=self.options.detach,
@@ -138,28 +133,23 @@ class Traced:
 
     def _keep_output(self, value: Any, call: Call) -> Any:
         options = self.options
-        if call.recomputed and not self._wants_again():
+        # The graph of a recomputed call counts after a reentrant checkpoint, which makes no other.
+        if call.recomputed and (self._graded or not options.retain_grad):
             return value
         if options.retain_grad:
             self._graded = torch.is_grad_enabled()
             kept, value = with_gradient(value)
-            self._output.put(kept, again=call.recomputed)
+            self.kept["output"].put(kept, again=call.recomputed)
         else:
-            self._output.keep(value, clone=options.clone, detach=options.detach)
+            self.kept["output"].keep(value, clone=options.clone, detach=options.detach)
         return value
-
-    def _wants_again(self) -> bool:
-        """Return True if the graph of a recomputed call counts: reentrant checkpoints make no
-        other.
-        """
-        return self.options.retain_grad and not self._graded
 
     def clear(self) -> None:
         """Begin anew: forget what was retained."""
         self._closed, self.stop = False, self.options.stop
-        self._input.clear()
-        self._output.clear()
+        for kept in self.kept.values():
+            kept.clear()
 
     def __repr__(self) -> str:
-        held = [p for p in ("input", "output") if getattr(self, f"_{p}").filled]
+        held = [port for port, kept in self.kept.items() if kept.filled]
         return f"<{type(self).__name__} at {self.name}, {' and '.join(held) or 'empty'}>"

@@ -154,6 +154,16 @@ class _UntilClosed:
         return self._tracing.stopped(error)
 
 
+def _of_layer(port: str, words: str) -> Any:
+    """Return a property of a trace: a value of its layer, which can be read, set and deleted."""
+    return property(
+        lambda trace: getattr(trace._traced, port),
+        lambda trace, value: setattr(trace._traced, port, value),
+        lambda trace: delattr(trace._traced, port),
+        words,
+    )
+
+
 class Trace(_UntilClosed):
     """Retain what one layer is given and returns, and change it, while a `with` block runs.
 
@@ -202,35 +212,17 @@ class Trace(_UntilClosed):
         self._traced = Traced(layer, options, losses)
         self._tracing = _Tracing(module, [self._traced], losses)
 
-    @property
-    def output(self) -> Any:
-        """What the layer returned in the last call, after `edit_output`; it can be set."""
-        return self._traced.output
-
-    @output.setter
-    def output(self, value: Any) -> None:
-        self._traced.output = value
-
-    @output.deleter
-    def output(self) -> None:
-        del self._traced.output
-
-    @property
-    def input(self) -> Any:
-        """What the layer was given in the last call: the argument, or a tuple of several.
+    output = _of_layer(
+        "output", "The output of the layer in the last call, after `edit_output`; it can be set."
+    )
+    input = _of_layer(
+        "input",
+        """The input of the layer in the last call: the argument, or a tuple of several.
 
         Those passed by position, as torch's own hooks have them; if there were none, those passed
         by keyword. It can be set.
-        """
-        return self._traced.input
-
-    @input.setter  # noqa: A003 - the property above is meant
-    def input(self, value: Any) -> None:
-        self._traced.input = value
-
-    @input.deleter  # noqa: A003 - the property above is meant
-    def input(self) -> None:
-        del self._traced.input
+        """,
+    )
 
     def __repr__(self) -> str:
         return repr(self._traced).replace("Traced", "Trace", 1)
@@ -289,7 +281,7 @@ class TraceDict(_UntilClosed, OrderedDict[str, Traced]):
         given = (retain_output, retain_input, clone, detach, retain_grad, edits, stop)
         losses = UnreadWarning()
         for name in names:
-            self[name] = Traced(name, _of_layer(given, name), losses)
+            self[name] = Traced(name, _options_of(given, name), losses)
         self._tracing = _Tracing(module, self.values(), losses)
 
 
@@ -301,7 +293,7 @@ def _edit(function: Any) -> Invocation | None:
 _LEFT_OUT = LayerOptions(retain_output=False)
 
 
-def _of_layer(given: tuple[Any, ...], layer: str) -> LayerOptions:
+def _options_of(given: tuple[Any, ...], layer: str) -> LayerOptions:
     """Return the options of one layer, if some were given as a dict."""
     values = [
         cast("Mapping[str, Any]", value).get(layer, default)

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Concatenate, TypeVar, cast
 
 from torch import Tensor
@@ -76,10 +76,9 @@ def get_layer_outputs(named_layers: Layers[Module[..., T]]) -> Generator[dict[st
         yield outputs
 
 
-@contextmanager
 def replace_layer_inputs(
     network_layers: Layers[Module[Concatenate[T, ...], Any]], inputs_to_use: Mapping[str, T]
-) -> Generator[None]:
+) -> AbstractContextManager[None]:
     """Let layers be called with something else, while a `with` block runs.
 
     >>> import torch
@@ -97,14 +96,12 @@ def replace_layer_inputs(
     It may be of any type and shape, and may be given as a tuple of one. The layers get copies, so
     that none can change what was given; gradients flow into it.
     """
-    with _replaced(network_layers, inputs_to_use, ":input"):
-        yield
+    return _replaced(network_layers, inputs_to_use, ":input")
 
 
-@contextmanager
 def replace_layer_outputs(
     network_layers: Layers[Module[..., T]], layer_outputs: Mapping[str, T]
-) -> Generator[None]:
+) -> AbstractContextManager[None]:
     """Let layers return something else, while a `with` block runs. They still run.
 
     >>> import torch
@@ -122,8 +119,7 @@ def replace_layer_outputs(
     It may be of any type and shape. What follows gets copies, so that it cannot change what was
     given; gradients flow into it.
     """
-    with _replaced(network_layers, layer_outputs, ":output"):
-        yield
+    return _replaced(network_layers, layer_outputs, ":output")
 
 
 replace_layer_output = replace_layer_outputs

@@ -64,7 +64,7 @@ class _RecordValues(MutableMapping[str, T]):
         held = {handler.target.ident: handler for handler in captured(self._record)}
         for name in names:
             handler = held.get(self._idents.get(name, 0))
-            # What is kept of a call is a tuple of its own, also if the value is the same.
+            # Each call is kept as a tuple of its own, also if the value is the same.
             last = handler.values[-1][1] if handler and handler.values else None
             if last is not None and last is not self._seen.get(name):
                 self._seen[name] = last

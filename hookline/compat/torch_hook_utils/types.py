@@ -1,7 +1,7 @@
 """Layers of a type, and the type of a layer.
 
 - `named_modules_of_type(module, module_type)`: the layers of a type with their names
-- `Module`: what has a forward with certain arguments and a certain result, for annotations
+- `Module`: a module with certain arguments and a certain result, for annotations
 """
 
 from __future__ import annotations

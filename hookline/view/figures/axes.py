@@ -3,6 +3,7 @@
 - `axes_for(ax, size)`: the given Axes, or those of a new figure
 - `panels(ax, rows, columns)`: a grid of Axes, in a new figure or inside given Axes
 - `title(ax, words, notes)`: a heading, and remarks in small type under it
+- `by_name(names, notes)`: the remarks on several places
 - `literal(text)`: text in which a dollar sign is only that
 - `shorten(names)`, `label_ticks(ax, "y", names)`: place names that fit
 - `picture(ax, array)`: a matrix, with NaN and infinities in colours of their own
@@ -37,6 +38,7 @@ __all__ = [
     "ORANGE",
     "PIXELS",
     "axes_for",
+    "by_name",
     "colour_bar",
     "columns_for",
     "describe_shape",
@@ -134,6 +136,13 @@ def title(ax: Axes, words: str, notes: Sequence[str] = (), *, space: float = 0) 
             "\n".join(literal(line) for line in small), (0, 1), (0, 4 + space), "axes fraction",
             "offset points", fontsize=_SMALL, alpha=0.7, va="bottom", annotation_clip=False,
         )  # fmt: skip
+
+
+def by_name(names: Sequence[str], notes: Sequence[Sequence[str]], most: int = 3) -> list[str]:
+    """Return the remarks on several places, with their names; of more than a few, the number."""
+    own = [f"{name}: {', '.join(some)}" for name, some in zip(names, notes, strict=True) if some]
+    more = [f"remarks on {len(own) - most} more"] if len(own) > most else []
+    return own[:most] + more
 
 
 def literal(text: str) -> str:

@@ -19,7 +19,7 @@ from hookline.statistics.all_statistics import Bins, Histogram
 from hookline.statistics.measuring import Measurements
 from hookline.training.run_reading import Run
 from hookline.view.figures.figure_sources import gather, kept_places, matching
-from hookline.view.figures.sampled_numbers import NumberSample, remarks, sample_numbers
+from hookline.view.figures.sampled_numbers import NumberSample, sample_numbers
 
 __all__ = ["Counts", "distributions", "edges_of"]
 
@@ -72,11 +72,10 @@ def distributions(
 def _of_samples(samples: Sequence[NumberSample], bins: int) -> list[Counts]:
     """Return the distributions of numbers, in bins that all of them share."""
     edges = edges_of([sample.values for sample in samples], bins)
-    made: list[Counts] = []
-    for sample in samples:
-        counts = np.histogram(sample.values, edges)[0]
-        made.append(Counts(sample.name, counts, edges, tuple(sample.notes)))
-    return made
+    return [
+        Counts(sample.name, np.histogram(sample.values, edges)[0], edges, tuple(sample.notes))
+        for sample in samples
+    ]
 
 
 def edges_of(arrays: Sequence[Array], bins: int) -> Array:
@@ -106,7 +105,7 @@ def _of_bins(name: str, found: Bins, skipped: int) -> Counts:
     counts, edges, below, above = (part.numpy() for part in found)
     if counts.ndim > 1:  # one for each channel: all together
         counts = counts.sum(0)
-    notes = remarks(1, 1, skipped, 0, 0, counts)[:1] if skipped else []
+    notes = [f"{skipped:,} NaN not shown"] if skipped else []
     beyond = [(int(below.sum()), "below"), (int(above.sum()), "above")]
     notes += [f"{count:,} {word} the range" for count, word in beyond if count]
     return Counts(name, counts, edges, tuple(notes) if counts.sum() else (*notes, "no values"))

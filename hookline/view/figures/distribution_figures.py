@@ -1,7 +1,7 @@
 """Figures of the distribution of values.
 
-- `histograms(source, where)`: of a value, or of a few over each other
-- `ridge(source, where)`: of many layers, one above the other
+- `histograms(source, where)`: the distribution of a value, or of a few over each other
+- `ridge(source, where)`: the distributions of many layers, one above the other
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hookline.errors import FigureError
 from hookline.view.figures.axes import (
     COLOURS,
     axes_for,
+    by_name,
     figure_of,
     label_ticks,
     literal,
@@ -103,19 +104,14 @@ def _draw_several(ax: Axes, found: Sequence[Counts]) -> None:
     ax.legend(frameon=False, fontsize=8)
     ax.set_ylabel("% of values per bin")
     notes = [f"names begin with {start}"] if start else []
-    title(ax, f"Distributions at {len(found)} places", notes + said_once(found, names))
+    title(ax, f"Distributions at {len(found)} places", notes + _said_once(found, names))
 
 
-def said_once(found: Sequence[Counts], names: Sequence[str], most: int = 3) -> list[str]:
+def _said_once(found: Sequence[Counts], names: Sequence[str]) -> list[str]:
     """Return the remarks on several places: common ones once, others with their names."""
     common = [note for note in found[0].notes if all(note in one.notes for one in found)]
-    own = [
-        f"{name}: {', '.join(rest)}"
-        for one, name in zip(found, names, strict=True)
-        if (rest := [note for note in one.notes if note not in common])
-    ]
-    more = [f"remarks on {len(own) - most} more"] if len(own) > most else []
-    return common + own[:most] + more
+    others = [[note for note in one.notes if note not in common] for one in found]
+    return common + by_name(names, others)
 
 
 def ridge(
@@ -158,7 +154,7 @@ def ridge(
     ax.tick_params(axis="y", length=0)
     ax.margins(x=0.0)
     count = f"{len(found)} places" if len(found) > 1 else names[0]
-    title(ax, f"Distributions at {count}", notes + said_once(found, names))
+    title(ax, f"Distributions at {count}", notes + _said_once(found, names))
     return figure_of(ax)
 
 

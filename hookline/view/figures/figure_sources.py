@@ -3,7 +3,7 @@
 - `NamedTensors`: the tensors at one place, one for each call
 - `gather(source, where)`: those of a record, a store, a model, a mapping or a tensor
 - `matching(names, where)`: the names that a place or a pattern means
-- `kept_places(run, where, kind)`: the same for a kind of rows of a run
+- `kept_places(run, where, kind)`: the places of a run that have a kind of rows
 - `one(named, call)`: the only tensor, or that of a call
 """
 
@@ -80,7 +80,11 @@ def _gathered(source: Any, where: Any, grads: bool) -> list[NamedTensors]:
         names = matching(values, where, inside=True)
         return _asked_for([n for name in names for n in _split(name, [values[name]])], where)
     if where is not None and not isinstance(source, (Tensor, np.ndarray, list, tuple)):
-        raise _foreign(source)
+        raise FigureError(
+            f"A figure of {type(source).__name__} was asked for.",
+            "It is not a kind of thing that this figure shows.",
+            f"Give {_TAKEN}.",
+        )
     return _split("", [source])
 
 
@@ -283,10 +287,3 @@ def _of_store(store: Store, place: str) -> NamedTensors:
     size = max(1, int(np.prod(values.shape[1:])))
     chosen = spaced(len(values), max(1, MOST // size))
     return NamedTensors(place, [plain(values[chosen], place)], len(values) * size)
-
-
-def _foreign(source: Any) -> FigureError:
-    asked = f"A figure of {type(source).__name__} was asked for."
-    return FigureError(
-        asked, "It is not a kind of thing that this figure shows.", f"Give {_TAKEN}."
-    )

@@ -24,12 +24,13 @@ from hookline.view.figures.axes import (
     GREY,
     ORANGE,
     axes_for,
+    by_name,
     figure_of,
     label_ticks,
     shorten,
     title,
 )
-from hookline.view.figures.binned_counts import Counts, distributions
+from hookline.view.figures.binned_counts import distributions
 from hookline.view.figures.figure_sources import gather, kept_places, matching
 from hookline.view.figures.sampled_numbers import NumberSample, sample_numbers
 
@@ -104,14 +105,8 @@ def _finish(ax: Axes, words: str, rows: Sequence[Any], notes: Sequence[str]) -> 
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="x", color="0.92", linewidth=0.6)
     ax.set_axisbelow(True)
-    short, _ = shorten(names)
-    own = [
-        f"{name}: {', '.join(one.notes)}"
-        for name, one in zip(short, rows, strict=True)
-        if one.notes
-    ]
-    more = [f"remarks on {len(own) - 3} more"] if len(own) > 3 else []
-    title(ax, words, [*notes, *along, *own[:3], *more])
+    own = by_name(shorten(names)[0], [one.notes for one in rows])
+    title(ax, words, [*notes, *along, *own])
 
 
 def _of_values(source: Any, where: Any) -> list[_Spread]:
@@ -124,12 +119,15 @@ def _of_values(source: Any, where: Any) -> list[_Spread]:
 
 def _measured(source: Any, where: Any, step: int | None, kind: str) -> list[_Spread]:
     if isinstance(source, Run):
-        return _of_run(source, where, step, kind)
+        found = _at_step(source, where, step, kind, ["mean", "std"])
+        return [_of_moments(place, mean, std, notes) for place, (mean, std), notes in found]
     made: list[_Spread] = []
     for place in matching(source, where):
         held = list(source.statistics[place].values())
         if any(isinstance(one, Histogram) for one in held):
-            made.append(_of_counts(distributions(source, [place], 1)[0]))
+            counts = distributions(source, [place], 1)[0]
+            ends = tuple(counts.quantile(share) for share in _SHARES)
+            made.append(_Spread(counts.name, ends, counts.notes))
             continue
         moments = next((one for one in held if isinstance(one, Variance)), None)
         if moments is None:
@@ -148,19 +146,8 @@ def _whole(moments: Variance) -> float:
     return float(np.sqrt(np.mean(variances) + np.var(means)))
 
 
-def _of_counts(one: Counts) -> _Spread:
-    return _Spread(one.name, tuple(one.quantile(share) for share in _SHARES), one.notes)
-
-
-def _of_moments(name: str, mean: float, std: float) -> _Spread:
-    return _Spread(name, (math.nan, mean - std, mean, mean + std, math.nan))
-
-
-def _of_run(run: Run, where: Any, step: int | None, kind: str) -> list[_Spread]:
-    made: list[_Spread] = []
-    for place, (mean, std), notes in _at_step(run, where, step, kind, ["mean", "std"]):
-        made.append(_of_moments(place, mean, std)._replace(notes=notes))
-    return made
+def _of_moments(name: str, mean: float, std: float, notes: Sequence[str] = ()) -> _Spread:
+    return _Spread(name, (math.nan, mean - std, mean, mean + std, math.nan), notes)
 
 
 def _at_step(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,13 +90,15 @@ def feature_maps(
         notes.append("each map on a scale of its own")
     odd = counted(array)
     array, columns = _arranged(array, notes)
-    ax = axes_for(ax, _grid_size(len(array), columns, array.shape))
-    gaps = _gaps(ax, len(array), columns, array.shape)
-    mosaic = _mosaic(array, columns, gaps)
+    grid = _Grid(columns, *array.shape)
+    ax = axes_for(ax, _figure_size(grid))
+    grid = _with_gaps(grid, ax)
+    mosaic = _mosaic(array, grid)
     signed = not own_scale and (mosaic[np.isfinite(mosaic)] < 0).any()
     center = 0.0 if signed else None
     image, remarks = picture(ax, mosaic, center=center, aspect="equal", odd=odd)
-    _between(ax, len(array), columns, array.shape, gaps, numbered)
+    _cover_gaps(ax, grid)
+    _number_maps(ax, grid, numbered)
     colour_bar(ax, image, "share of the map's range" if own_scale else "value")
     ax.set_axis_off()
     words = f"Feature maps of {named.name}" if named.name else "Feature maps"
@@ -151,6 +153,26 @@ def _to_unit(array: Array) -> Array:
     return (array - low) / width
 
 
+class _Grid(NamedTuple):
+    """A grid of maps in one picture; sizes are in pixels of the maps."""
+
+    columns: int
+    total: int
+    height: int
+    width: int
+    below: int = 0  # the gap below each map
+    beside: int = 0  # the gap at its right
+
+    @property
+    def rows(self) -> int:
+        return max(1, -(-self.total // self.columns))
+
+    def corner(self, n: int) -> tuple[int, int]:
+        """Return the row and the column of pixels at which a map begins."""
+        row, column = divmod(n, self.columns)
+        return row * (self.height + self.below), column * (self.width + self.beside)
+
+
 def _arranged(array: Array, notes: list[str]) -> tuple[Array, int]:
     """Return the maps, and how many stand beside each other; a row of numbers is made thicker."""
     count, height, width = (max(1, size) for size in array.shape)
@@ -164,66 +186,60 @@ def _arranged(array: Array, notes: list[str]) -> tuple[Array, int]:
     return array, min(count, max(1, round(math.sqrt(count * height / width))))
 
 
-def _grid_size(count: int, columns: int, shape: tuple[int, ...]) -> tuple[float, float]:
-    rows = max(1, -(-count // columns))
-    ratio = (rows * shape[1]) / max(1, columns * shape[2])
-    return 6.4, min(10.0, max(2.0, 5.2 * ratio + rows * _NUMBER / 72 + 0.8))
+def _figure_size(grid: _Grid) -> tuple[float, float]:
+    ratio = (grid.rows * grid.height) / max(1, grid.columns * grid.width)
+    return 6.4, min(10.0, max(2.0, 5.2 * ratio + grid.rows * _NUMBER / 72 + 0.8))
 
 
-def _gaps(ax: Axes, count: int, columns: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the gaps below and beside each map in its pixels, so that a number fits above each."""
-    height, width = max(1, shape[1]), shape[2]
-    beside = max(1, round(0.06 * max(height, width)))
-    rows = max(1, -(-count // columns))
+def _with_gaps(grid: _Grid, ax: Axes) -> _Grid:
+    """Return a grid with gaps between its maps, so that a number fits above each."""
+    height = max(1, grid.height)
+    beside = max(1, round(0.06 * max(height, grid.width)))
     box = ax.get_window_extent().transformed(figure_of(ax).dpi_scale_trans.inverted())
-    across = 72 * 0.85 * box.width / (columns * (width + beside))  # the scale takes the rest
-    down = (72 * box.height - rows * _NUMBER) / (rows * height)
+    # The scale takes the rest of the width.
+    across = 72 * 0.85 * box.width / (grid.columns * (grid.width + beside))
+    down = (72 * box.height - grid.rows * _NUMBER) / (grid.rows * height)
     pixel = max(min(across, down), _NUMBER / height)  # in a tiny picture, half of it is numbers
-    return max(beside, math.ceil(_NUMBER / pixel)), beside
+    return grid._replace(below=max(beside, math.ceil(_NUMBER / pixel)), beside=beside)
 
 
-def _mosaic(array: Array, columns: int, gaps: tuple[int, int]) -> Array:
+def _mosaic(array: Array, grid: _Grid) -> Array:
     """Return all maps in one matrix, with gaps of NaN between them, which are covered later."""
-    count, height, width = array.shape
-    below, beside = gaps
-    rows = max(1, -(-count // columns))
-    size = (rows * (height + below) - below, columns * (width + beside) - beside)
-    whole = np.full(size, np.nan)
+    high, wide = grid.rows * (grid.height + grid.below), grid.columns * (grid.width + grid.beside)
+    whole = np.full((high - grid.below, wide - grid.beside), np.nan)
     for n, one_map in enumerate(array):
-        top, left = (n // columns) * (height + below), (n % columns) * (width + beside)
-        whole[top : top + height, left : left + width] = one_map
+        top, left = grid.corner(n)
+        whole[top : top + grid.height, left : left + grid.width] = one_map
     return whole
 
 
-def _between(
-    ax: Axes,
-    count: int,
-    columns: int,
-    shape: tuple[int, ...],
-    gaps: tuple[int, int],
-    numbered: Sequence[int],
-) -> None:
-    """Cover the gaps, so that they do not look like NaN, and number the maps."""
+def _cover_gaps(ax: Axes, grid: _Grid) -> None:
+    """Cover the gaps between the maps, so that they do not look like NaN."""
     from matplotlib.patches import Rectangle
 
-    below, beside = gaps
-    height, width = shape[1] + below, shape[2] + beside
-    rows = max(1, -(-count // columns))
+    height, width = grid.height + grid.below, grid.width + grid.beside
     ground: Any = ax.get_facecolor()
 
     def cover(left: float, top: float, wide: float, high: float) -> None:
-        ax.add_patch(Rectangle((left, top), wide, high, color=ground, linewidth=0, zorder=3))
+        corner = (left - 0.5, top - 0.5)
+        ax.add_patch(Rectangle(corner, wide, high, color=ground, linewidth=0, zorder=3))
 
-    for row in range(1, rows):
-        cover(-0.5, row * height - below - 0.5, columns * width, below)
-    for column in range(1, columns):
-        cover(column * width - beside - 0.5, -0.5, beside, rows * height)
-    for n in range(count, rows * columns):
-        cover((n % columns) * width - 0.5, (n // columns) * height - 0.5, width, height)
-    for n, number in enumerate(numbered[:count]):
+    for row in range(1, grid.rows):
+        cover(0, row * height - grid.below, grid.columns * width, grid.below)
+    for column in range(1, grid.columns):
+        cover(column * width - grid.beside, 0, grid.beside, grid.rows * height)
+    for n in range(grid.total, grid.rows * grid.columns):
+        top, left = grid.corner(n)
+        cover(left, top, width, height)
+
+
+def _number_maps(ax: Axes, grid: _Grid, numbers: Sequence[int]) -> None:
+    """Write the number of each channel above its map."""
+    for n, number in enumerate(numbers[: grid.total]):
+        top, left = grid.corner(n)
         ax.text(
-            (n % columns) * width - 0.5, (n // columns) * height - 0.5, str(number), fontsize=6,
-            va="bottom", ha="left", zorder=4, alpha=0.8,
+            left - 0.5, top - 0.5, str(number), fontsize=6, va="bottom", ha="left", zorder=4,
+            alpha=0.8,
         )  # fmt: skip
 
 
@@ -273,7 +289,7 @@ def attention_maps(
     columns = columns_for(most, 8) if alone else most
     rows = -(-most // columns) if alone else len(maps)
     outer, cells = panels(ax, rows, columns, (1.7, 1.85) if most * rows > 1 else (4.2, 4.2))
-    notes = _draw_heads(cells, maps, [named.name for named in found], tokens, alone) + notes
+    notes = _draw_heads(outer, cells, maps, [named.name for named in found], tokens) + notes
     several = maps[0][0].shape if alone else None
     shape = [describe_shape(several, found[0].tensors[0].dtype)] if several else []
     batched = [f"sample {sample}"] if found[0].tensors[0].ndim == 4 else []
@@ -303,14 +319,14 @@ def _heads_of(
 
 
 def _draw_heads(
+    outer: Axes,
     cells: list[list[Axes]],
     maps: Sequence[tuple[Array, list[int]]],
     names: Sequence[str],
     tokens: Sequence[str] | None,
-    alone: bool,
 ) -> list[str]:
     """Draw one picture for each head, on one scale from 0; return the remarks."""
-    outer, count = _outer(cells), len(maps[-1][0])
+    alone, count = len(maps) == 1, len(maps[-1][0])
     finite = [v[np.isfinite(v)] for v, _ in maps]
     top = max((float(v.max()) for v in finite if v.size), default=1.0) or 1.0
     low = min((float(v.min()) for v in finite if v.size), default=0.0)
@@ -344,13 +360,6 @@ def _draw_heads(
     return list(notes)
 
 
-def _outer(cells: list[list[Axes]]) -> Any:
-    """Return the Axes that the cells are insets of."""
-    inner = cells[0][0]
-    figure = figure_of(inner)
-    return next(ax for ax in figure.axes if inner in ax.child_axes)
-
-
 def _label(
     cell: Axes,
     shape: tuple[int, ...],
@@ -370,14 +379,12 @@ def _label(
         )
     most = _TOKENS if large else _FEW_TOKENS
     for axis, count, shown in zip((cell.xaxis, cell.yaxis), (keys, queries), outside, strict=True):
-        ends = [0, count - 1] if count > 1 else [0]
-        if not shown:
-            axis.set_ticks([])
-        elif words and len(words) == count and count <= most:
+        if shown and words and len(words) == count <= most:
             # A map that stands alone is some 230 points high: a line each for the words.
             axis.set_ticks(range(count), words, fontsize=min(8, 200 / count) if large else 6)
             cell.tick_params(axis="x", labelrotation=90)
-        elif count <= PIXELS:
+        elif shown and count <= PIXELS:
+            ends = [0, count - 1] if count > 1 else [0]
             axis.set_ticks(ends, [str(end) for end in ends])
         else:
-            axis.set_ticks([])  # not all rows are drawn
+            axis.set_ticks([])  # inside the grid, or not all rows are drawn

@@ -149,10 +149,10 @@ def over_steps(
             "Only a run has steps.",
             "Give hookline.Run.open(folder) of a folder that hookline.watch wrote.",
         )
-    wanted = set(kept_places(run, where, kind))
-    places, steps, array = run.matrix(kind, statistic)
-    rows = [n for n, place in enumerate(places) if place in wanted]
-    places, array = [str(places[n]) for n in rows], np.asarray(array, dtype=float)[rows]
+    places = kept_places(run, where, kind)
+    run.check(kind, statistic)
+    _, steps, values = run.matrix_of(kind, statistic, places)
+    array = np.asarray(values, dtype=float)
     ax = axes_for(ax, (7.2, min(11.0, max(2.4, 1.2 + 0.2 * len(places)))))
     signed = bool((array[np.isfinite(array)] < 0).any())
     norm, scale = _logarithmic(array)
@@ -259,10 +259,8 @@ def effects(
         extra = [f"{found.corrupt:.4g} corrupt, {found.clean:.4g} clean"]
         extra += ["approximate"] * found.approximate
     words = words or "effect"
-    rows, columns = (
-        [str(label) for label in next((one for one in some if one is not None), range(count))]
-        for some, count in zip(((rows, own_rows), (columns, own_columns)), array.shape, strict=True)
-    )
+    rows = [str(label) for label in (own_rows if rows is None else rows)]
+    columns = [str(label) for label in (own_columns if columns is None else columns)]
     if (len(rows), len(columns)) != array.shape:
         raise FigureError(
             f"A matrix was to be drawn with {len(rows)} row and {len(columns)} column labels.",
@@ -284,8 +282,8 @@ def effects(
     return figure_of(ax)
 
 
-def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
-    """Return a matrix with its own labels."""
+def _labelled(found: Any) -> tuple[Array, Sequence[Any], Sequence[Any]]:
+    """Return a matrix with its own labels; numbers where it has none."""
     if isinstance(found, Sweep):
         columns = ["whole value" if at is None else str(at) for at in found.positions]
         return numbers(found.matrix), list(found.places), columns
@@ -305,7 +303,8 @@ def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
                 f"Its rows have the shapes {', '.join(str(line.shape) for line in lines[:6])}.",
                 "Give rows of one length, or dicts by column.",
             )
-        return np.stack(lines) if lines else np.empty((0, 0)), list(table), None
+        array = np.stack(lines) if lines else np.empty((0, 0))
+        return array, list(table), range(array.shape[1])
     named: NamedTensors = gather(found)[0]
     array = numbers(one(named, None))
     if array.ndim == 1:
@@ -316,7 +315,7 @@ def _labelled(found: Any) -> tuple[Array, list[str] | None, list[str] | None]:
             f"It has the shape {array.shape}.",
             "Give a matrix: reduce the other dimensions first.",
         )
-    return array, None, None
+    return array, range(array.shape[0]), range(array.shape[1])
 
 
 def _write(ax: Axes, array: Array, image: Any) -> None:

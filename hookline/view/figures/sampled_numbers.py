@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hookline.view.figures.figure_sources import NamedTensors
 
-__all__ = ["MOST", "NumberSample", "counted", "numbers", "remarks", "sample_numbers", "spaced"]
+__all__ = ["MOST", "NumberSample", "counted", "numbers", "sample_numbers", "spaced"]
 
 MOST = 1_000_000  # numbers of a place that are looked at
 
@@ -60,10 +59,21 @@ class NumberSample:
 
     @property
     def notes(self) -> list[str]:
-        """The remarks on the sample."""
+        """The remarks of a figure on the numbers that it shows."""
         if self.refused:
             return [self.refused.rstrip(".")]
-        return remarks(self.taken, self.total, self.nan, self.above, self.below, self.values)
+        found: list[str] = []
+        if self.taken < self.total:
+            found.append(f"sample of {self.taken:,} out of {self.total:,} values")
+        odd = [(self.nan, "NaN"), (self.above, "+Inf"), (self.below, "−Inf")]
+        if any(count for count, _ in odd):
+            left = ", ".join(f"{count:,} {name}" for count, name in odd if count)
+            found.append(f"{left} not shown" if len(self.values) else f"nothing but {left}")
+        elif not self.total:
+            found.append("no values")
+        if len(self.values) > 1 and self.values.min() == self.values.max():
+            found.append(f"all values are {self.values[0]:.4g}")
+        return found
 
 
 def sample_numbers(named: NamedTensors, most: int = MOST) -> NumberSample:
@@ -101,21 +111,3 @@ def counted(values: Tensor | Array) -> tuple[int, int, int]:
     if values.isfinite().all():
         return 0, 0, 0
     return int(values.isnan().sum()), int(values.isposinf().sum()), int(values.isneginf().sum())
-
-
-def remarks(
-    taken: int, total: int, nan: int, above: int, below: int, values: Sequence[float] | Array = ()
-) -> list[str]:
-    """Return the remarks of a figure on the numbers that it shows, beside their shape."""
-    found: list[str] = []
-    if taken < total:
-        found.append(f"sample of {taken:,} out of {total:,} values")
-    odd = [(nan, "NaN"), (above, "+Inf"), (below, "−Inf")]
-    if any(count for count, _ in odd):
-        left = ", ".join(f"{count:,} {name}" for count, name in odd if count)
-        found.append(f"{left} not shown" if len(values) else f"nothing but {left}")
-    elif not total:
-        found.append("no values")
-    if len(values) > 1 and np.min(values) == np.max(values):
-        found.append(f"all values are {values[0]:.4g}")
-    return found
