@@ -128,10 +128,10 @@ class capture(Context):
     def _prepared(self) -> None:
         tracer, options = self._tracer, self._options
         if options.at is not None:
-            check_at(options.at, lambda: [tracer.target_of(*key) for key in tracer.asked_keys()])
+            check_at(options.at, tracer.places.targets)
         if self._ends_early:
             self._check_stop()
-            tracer.waiting = set(tracer.asked_keys())
+            tracer.waiting = set(tracer.places)
         plain = options.keep == "last" and tracer.looks_at_outputs and not options.derives
         self._in_graph = plain and compiler_is_loaded() and not compiler_is_used()
         if self._in_graph:
@@ -152,7 +152,7 @@ class capture(Context):
                 "stop=True was asked for together with attach(). Every forward would end early. "
                 "Use it in a `with` statement."
             )
-        if any(is_gradient(ask.port) for _, ask in self._tracer.asked_keys()):
+        if any(is_gradient(ask.port) for _, ask in self._tracer.places):
             raise ValueError(
                 "stop=True was asked for at a gradient place. Gradients come after the forward. "
                 "Leave out stop, or the gradient places."

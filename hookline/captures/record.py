@@ -80,7 +80,7 @@ class Record:
         self._held = handlers
         # While the capture is open; weakly, so that an interrupted capture is undone at once.
         self._open = tracer is not None
-        model = None if tracer is None else tracer.model
+        model = None if tracer is None else tracer.places.model
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self._refused = refused  # what a wildcard matched and no hook can see, with the reason
         # Ways to find a handler, once they were needed.
@@ -93,7 +93,7 @@ class Record:
         if not self._open:
             return
         tracer = cast("Tracer", self._tracer)
-        if has_plans() and tracer.is_beset():
+        if has_plans() and tracer.places.have_other_hooks():
             for handler in self._handlers:
                 handler.note_layouts()
         for handler in tracer.handlers.values():
@@ -406,7 +406,7 @@ class Record:
         """Return what was captured at a place that is spelled as it was asked for."""
         if self._tracer is None:
             return next((one for one in self._held if str(one.target.place) == text), None)
-        key = self._tracer.key_at(text)
+        key = self._tracer.places.key_at(text)
         return None if key is None else cast("CaptureHandler", self._tracer.read(*key))
 
     def _resolved(self, model: nn.Module, where: Any) -> tuple[CaptureHandler, Path] | None:

@@ -224,11 +224,11 @@ class edit(Context):
     def _prepared(self) -> None:
         tracer = self._tracer
         if self._at is not None:
-            check_at(self._at, lambda: [tracer.target_of(*key) for key in tracer.asked_keys()])
+            check_at(self._at, tracer.places.targets)
         if any(change.binds for change in self._changes):
-            for key in tracer.asked_keys():
+            for key in tracer.places:
                 tracer.handler(*key)
-        asks = [ask for ask, _ in tracer.asked]
+        asks = [ask for ask, _ in tracer.places.entries]
         values = [ask for ask in dict.fromkeys(asks) if ask.port == "value"]
         if self._chosen is not None and len(values) == len(set(asks)):
             asked = "Some calls of a parameter or buffer were to be changed."
@@ -237,7 +237,7 @@ class edit(Context):
         # Parameters are swapped now, and at each call only looked at.
         tracer.changed |= {id(self._callers[ask]) for ask in values}
         self._saving = parameter_swap.swap(self._parameters, self._undo, attached=self._attached)
-        paths = [path for _, modules in tracer.asked for path, _ in modules]
+        paths = [path for _, modules in tracer.places.entries for path, _ in modules]
         self._parametrized = any("parametrizations" in path for path in paths)
         self._forget()
 
@@ -279,7 +279,7 @@ class edit(Context):
 def handlers_of(one: edit) -> list[EditHandler]:
     """Return what an edit that is open does, place by place."""
     tracer = tracer_of(one)
-    return [tracer.handler(*key) for key in tracer.asked_keys()] if tracer is not None else []
+    return [tracer.handler(*key) for key in tracer.places] if tracer is not None else []
 
 
 def as_change(given: Any) -> Change:

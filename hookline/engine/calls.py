@@ -2,6 +2,7 @@
 
 - `RunningCall`: a call of a module or an operation, from its first hook to its last
 - `Call`: which execution of which module a value belongs to, for functions that ask
+- `module_id(subject)`: the id of the module that events belong to
 - `key_of(call)`: the key of the target at which a value was met
 - `is_over(frame)`: whether a Python frame has finished
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hookline.engine.generation import Step
     from hookline.engine.handlers import Handler
 
-__all__ = ["Call", "RunningCall", "Subject", "is_over", "key_of"]
+__all__ = ["Call", "RunningCall", "Subject", "is_over", "key_of", "module_id"]
 
 # What an event belongs to: a module, by its id; an operation, by the module's id and its own name;
 # a parameter or buffer, by the key of its target.
@@ -109,6 +110,11 @@ class Call:
         return self is other
 
     __hash__ = object.__hash__
+
+
+def module_id(subject: Subject) -> int:
+    """Return the id of the module of a subject that is no parameter or buffer."""
+    return cast(int, subject[0] if type(subject) is tuple else subject)
 
 
 def key_of(call: Call) -> Any:

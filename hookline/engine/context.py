@@ -18,7 +18,7 @@ from torch.utils import hooks as torch_hooks
 from hookline.engine import fsdp, gradients, offloading
 from hookline.engine.asks import Ask
 from hookline.engine.call_choice import Calls
-from hookline.engine.calls import Subject
+from hookline.engine.calls import Subject, module_id
 from hookline.engine.checkpointing import undone_too_early
 from hookline.engine.events import Keep
 from hookline.engine.generation import Generation, takers_above
@@ -88,7 +88,7 @@ class Context(Entering):
         self._callers: dict[Ask, nn.Module] = {}  # the modules at whose calls parameters are read
         # What each request asks of which modules.
         self._asked = [self._ask_at(request) for request in self._requests]
-        tracer.asked = [entry for entries in self._asked for entry in entries]
+        tracer.places.entries = [entry for entries in self._asked for entry in entries]
         self._prepared()
         takers = self._takers()
         if takers:
@@ -204,7 +204,7 @@ class Context(Entering):
             return None
         for subject in tracer.changed:
             if tracer.numbers.will_be_repeated(subject):
-                name = first_names(self._model).get(tracer.ident_of(subject), "")
+                name = first_names(self._model).get(module_id(subject), "")
                 return undone_too_early(f"{self._verb} changed a call of {name!r}")
         return None
 

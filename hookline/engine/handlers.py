@@ -75,7 +75,7 @@ class Handler:
     def place(self) -> Place:
         """The place under the first name of its module, for which the model is searched."""
         tracer = self.tracer()
-        return self.target.place if tracer is None else tracer.place_of(self.target)
+        return self.target.place if tracer is None else tracer.places.first_name(self.target)
 
     @property
     def tensor_hooks(self) -> TensorHooks:

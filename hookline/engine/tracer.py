@@ -29,9 +29,10 @@ import torch
 from torch import nn
 
 from hookline.engine import arguments, gradients, input_gradients
+from hookline.engine.asked_places import AskedPlaces
 from hookline.engine.asks import Ask, Missing, Plan
 from hookline.engine.call_numbers import CallNumbers
-from hookline.engine.calls import RunningCall, Subject, is_over
+from hookline.engine.calls import RunningCall, Subject, is_over, module_id
 from hookline.engine.checkpointing import may_run_again
 from hookline.engine.compiling import Slot
 from hookline.engine.events import INSIDE, Event, Keep, StopForward, make_log
@@ -42,13 +43,10 @@ from hookline.engine.module_hooks import ACTIVE, CLOSED, ModuleHooks
 from hookline.engine.offloading import value_of
 from hookline.engine.operations import Operation
 from hookline.engine.tensor_hooks import TensorHooks
-from hookline.places.grammar import escape, is_gradient
-from hookline.places.resolution import Place, Target
-from hookline.places.tree import NamedModule, first_names
+from hookline.places.grammar import is_gradient
 from hookline.torch_private import (
     backward_id,
     forward_hooks_of,
-    forward_pre_hooks_of,
     next_sequence_number,
     outside_graphs,
 )
@@ -65,19 +63,12 @@ class Tracer(ModuleHooks):
     def __init__(self, context: Any, model: Any, owner: int | None, keep: Keep = "all") -> None:
         super().__init__(context, owner)
         self.ref = weakref.ref(self)
-        self.model = model  # None once the context has ended
         self.keep: Keep = keep
         self.events: Any = make_log(keep)
         self.logged: dict[tuple[Subject, Ask], list[Event]] = defaultdict(list)  # sorted by place
         self.sorted = 0  # how many events are in it
-        self.spelled: dict[str, tuple[Subject, Ask]] | None = None  # places, made when first read
         self.handlers: dict[tuple[Subject, Ask], Handler] = {}
-        # What is asked of which modules; once the context has ended, without the modules.
-        self.asked: list[tuple[Ask, list[NamedModule]]] = []
-        self.paths: list[tuple[Ask, dict[int, str]]] = []  # the same then: paths by ids of modules
-        # Paths and modules by id, made when they are needed; no modules once the context has ended.
-        self.sites: dict[int, tuple[str, Any]] = {}
-        self.names: dict[int, str] | None = None  # the first names of all modules of the model
+        self.places = AskedPlaces(model)
         self.whole: Any = None  # the Ask, if whole outputs are all that is asked for
         self.plans: dict[int, Plan] = {}  # else all that is asked of each module
         self.slots: dict[int, tuple[Slot, Any]] = {}  # for compiled graphs
@@ -119,10 +110,10 @@ class Tracer(ModuleHooks):
         """
         self.callers = {ask: id(module) for ask, module in callers.items()}
         if self.looks_at_outputs:
-            self.whole = self.asked[0][0]
+            self.whole = self.places.entries[0][0]
             for slot, module in self.slots.values():
                 slot.put_after([module], slot.after)
-            for _, modules in self.asked if not self.slots else ():
+            for _, modules in self.places.entries if not self.slots else ():
                 self.put_after([module for _, module in modules], self.after)
             return
         self.operations = self._plan_operations()
@@ -144,7 +135,7 @@ class Tracer(ModuleHooks):
     def _plan_operations(self) -> dict[int, list[Operation]]:
         """Return the operations of which something is asked, by the id of their module."""
         wanted: dict[tuple[nn.Module, str], dict[Ask, None]] = {}
-        for ask, modules in self.asked:
+        for ask, modules in self.places.entries:
             if ask.operation is not None:
                 for _, module in modules:
                     wanted.setdefault((module, ask.operation), {})[ask] = None
@@ -159,7 +150,7 @@ class Tracer(ModuleHooks):
     ) -> list[tuple[Plan, list[nn.Module]]]:
         """Return what is asked of the modules that get hooks."""
         wanted: dict[nn.Module, tuple[Ask, ...]] = dict.fromkeys(takers, ())
-        for ask, modules in self.asked:
+        for ask, modules in self.places.entries:
             if ask.operation is None and (ask.target is None or ask in callers):
                 one: tuple[Ask, ...] = (ask,)
             elif anchors or ask.target is None:
@@ -199,14 +190,15 @@ class Tracer(ModuleHooks):
     @property
     def looks_at_outputs(self) -> bool:
         """Return True if whole outputs of modules are all that is asked for."""
-        first = self.asked[0][0]
+        entries = self.places.entries
+        first = entries[0][0]
         if self.waiting or self.keep == "first":
             return False
-        return first.is_whole and first.port == "output" and all(a is first for a, _ in self.asked)
+        return first.is_whole and first.port == "output" and all(ask is first for ask, _ in entries)
 
     def keep_in_graphs(self, detach: bool) -> None:
         """Keep the last outputs in a way that torch.compile takes into its graphs."""
-        for _, modules in self.asked:
+        for _, modules in self.places.entries:
             for _, module in modules:
                 self.slots[id(module)] = Slot(self, detach), module
 
@@ -329,7 +321,7 @@ class Tracer(ModuleHooks):
             call.number, call.graph_discarded = repeated
         call.positional = len(args)
         if self.generation is not None:
-            module = owner if isinstance(owner, nn.Module) else self.site_of(subject)[1]
+            module = owner if isinstance(owner, nn.Module) else self.places.located(subject)[1]
             call.step = self._step(self.generation, plan, call, module, args, kwargs)
         for ask in plan.values:
             self._offer_value(ask, call, owner)
@@ -509,7 +501,7 @@ class Tracer(ModuleHooks):
             )
         if not call.recomputed:
             # Others may hold the address of the model's own arguments.
-            shared = self.ident_of(call.subject) == id(self.model)
+            shared = module_id(call.subject) == id(self.places.model)
             self._hold(ask, call, call.subject, value, shared)
         return args, kwargs
 
@@ -670,39 +662,13 @@ class Tracer(ModuleHooks):
         """Return the handler for one place, which is made when it is first needed."""
         handler = self.handlers.get((subject, ask))
         if handler is None:
-            made = ask.make(self.target_of(subject, ask), self.ref, ask)
+            made = ask.make(self.places.target(subject, ask), self.ref, ask)
             handler = self.handlers.setdefault((subject, ask), made)
         return handler
 
-    def asked_keys(self) -> list[tuple[Subject, Ask]]:
-        """Return the keys of all handlers, in the order in which places were asked for."""
-        found = [(ask.subject_at(i), ask) for ask, paths in self._asked_paths() for i in paths]
-        return list(dict.fromkeys(found))
-
-    def _asked_paths(self) -> list[tuple[Ask, dict[int, str]]]:
-        """Return what is asked of which modules: their paths by their ids."""
-        if self.paths:
-            return self.paths
-        return [(ask, {id(m): path for path, m in modules}) for ask, modules in self.asked]
-
-    def key_at(self, text: str) -> tuple[Subject, Ask] | None:
-        """Return the key of the handler for a place that is spelled as it was asked for."""
-        if self.spelled is None:
-            spelled: dict[str, tuple[Subject, Ask]] = {}
-            for ask, paths in self._asked_paths():
-                if ask.target is not None:
-                    spelled.setdefault(str(ask.target.place), (ask.target.key, ask))
-                    continue
-                ending = Place("", ask.port, ask.parts, ask.operation)
-                for ident, path in paths.items():
-                    subject = ident if ask.operation is None else (ident, ask.operation)
-                    spelled.setdefault(escape(path) + ending, (subject, ask))
-            self.spelled = spelled
-        return self.spelled.get(text)
-
     def all_handlers(self) -> list[Handler]:
         """Return a handler for each place, with all that was logged."""
-        return [self.read(subject, ask) for subject, ask in self.asked_keys()]
+        return [self.read(subject, ask) for subject, ask in self.places]
 
     def fired(self) -> dict[Ask, set[Subject]]:
         """Return where what was asked for has happened, as far as known without handlers.
@@ -710,7 +676,7 @@ class Tracer(ModuleHooks):
         For a captured gradient it is enough that a call was made, or a backward may come: one that
         is missing is explained when it is read.
         """
-        found: dict[Ask, set[Subject]] = {ask: set() for ask, _ in self.asked}
+        found: dict[Ask, set[Subject]] = {ask: set() for ask, _ in self.places.entries}
         called = {subject for subject, count in self.numbers.completed.items() if count}
         captured = [ask for ask in found if ask.keep is not None and is_gradient(ask.port)]
         for ask in captured:
@@ -750,47 +716,11 @@ class Tracer(ModuleHooks):
             return handler.subject
         return self.callers.get(handler.ask, handler.target.ident)
 
-    def is_beset(self) -> bool:
-        """Return True if others have hooks on the modules, as a tensor-parallel plan has."""
-        modules: list[Any] = [module for _, held in self.asked for _, module in held]
-        return any(forward_pre_hooks_of(module) or forward_hooks_of(module) for module in modules)
-
-    def place_of(self, target: Target) -> Place:
-        """Return the place of a target under the first name of its module."""
-        if self.names is None:
-            self.names = first_names(self.model)
-        return target.place_among(self.names)
-
     def close(self) -> None:
         """Let go of the model: what was captured does not keep it alive."""
-        self.paths, self.sites = self._asked_paths(), {}
-        self.asked = [(ask, []) for ask, _ in self.asked]
-        self.model, self.plans = None, {}
+        self.places.close()
+        self.plans = {}
         self.slots = {ident: (slot, None) for ident, (slot, _) in self.slots.items()}
-
-    def ident_of(self, subject: Subject) -> int:
-        """Return the id of the module of a subject that is no parameter or buffer."""
-        return cast(int, subject[0] if type(subject) is tuple else subject)
-
-    def _located(self) -> dict[int, tuple[str, Any]]:
-        """Return the modules of which something is asked by id, with their paths."""
-        if not self.sites:
-            modules = {id(m): m for _, held in self.asked for _, m in held}
-            for _, paths in reversed(self._asked_paths()):
-                self.sites |= {ident: (path, modules.get(ident)) for ident, path in paths.items()}
-        return self.sites
-
-    def site_of(self, subject: Subject) -> tuple[str, Any]:
-        """Return the path and the module of a subject; no module once the context has ended."""
-        return self._located()[self.ident_of(subject)]
-
-    def target_of(self, subject: Subject, ask: Ask) -> Target:
-        """Return the place at which something is asked, as a target."""
-        if ask.target is not None:
-            return ask.target
-        path, module = self.site_of(subject)
-        ident = self.ident_of(subject)
-        return Target(module, path, ask.port, ask.parts, None, ask.operation, ident)
 
 
 def _is_ordinary(module: nn.Module) -> bool:
