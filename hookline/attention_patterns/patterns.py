@@ -31,8 +31,8 @@ from hookline.errors import (
     PlaceError,
     SeveralCalls,
 )
-from hookline.places.grammar import escape
-from hookline.places.resolution import Place, Request, Target, Where
+from hookline.places.grammar import Place, escape
+from hookline.places.resolution import Request, Target, Where
 from hookline.places.tree import NamedModule, unwrapped, walk
 from hookline.selecting import select
 from hookline.torch_private import mask_of
@@ -341,11 +341,12 @@ class attention(capture):
         self._by_name: set[Any] = set()
         for request in requests:
             modules = request.targets
-            request.targets = [new for old in modules for new in self._operations(request, old)]
+            own = [new for old in modules for new in self._operations(request, old)]
+            request.replace_targets(own)
             if modules and not request.targets:
                 kinds = ", ".join(sorted({type(target.module).__name__ for target in modules}))
                 raise NotHookable(
-                    f"Attention patterns at {request.asked} were asked for.",
+                    f"Attention patterns at {request.shown} were asked for.",
                     f"What is there are torch's own layers, which have none: {kinds}.",
                     "Name the modules whose forward computes attention.",
                 )
@@ -409,7 +410,7 @@ class attention(capture):
 
     def _nothing(self, request: Request) -> NeverFired:
         """Return the error for modules without a pattern: similar modules, and what they call."""
-        asked = f"Attention patterns at {request.asked} were asked for."
+        asked = f"Attention patterns at {request.shown} were asked for."
         tracer = self._tracer
         if tracer.foreign:
             found = "What is there was called from another thread or task than this."

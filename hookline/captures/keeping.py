@@ -24,7 +24,7 @@ from hookline.engine.generation import FORGOTTEN, Step, Untold
 from hookline.engine.handlers import Handler, add_place
 from hookline.engine.slices import Misfit, Slice, spelled, take
 from hookline.errors import SeveralTensors
-from hookline.places.grammar import is_gradient
+from hookline.places.grammar import INPUT_PORTS, is_gradient
 from hookline.torch_private import LAZY, backward_id, is_view, lazy_clone, version_of
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.sharding import layouts, local
@@ -265,7 +265,7 @@ class CaptureHandler(Handler):
     def _take_gradient(self, number: int, task: int, path: Path, kept: Kept) -> None:
         parts = self.grads.setdefault((number, task), {})
         self.fired += not parts
-        if path in parts and self.target.port.startswith("grad_input"):
+        if path in parts and self.target.port in INPUT_PORTS:
             # The shares of an input come one by one. What cannot be read is refused on reading.
             held = parts[path]
             readable = unreadable(held[0], None, None) is None
@@ -345,7 +345,7 @@ class CaptureHandler(Handler):
         parts = self._parts_of(number, task, path)
         if parts is None:
             return
-        if path in parts and self.target.port.startswith("grad_input"):
+        if path in parts and self.target.port in INPUT_PORTS:
             grad = parts[path][0] + grad  # the shares of an input come one by one
         # Shares are summed as they are; what is derived of them is derived on gathering. Of what
         # cannot be read nothing is derived.

@@ -27,7 +27,7 @@ from hookline.errors import BatchError, ChangeError, NeverFired
 from hookline.isolation.batches import copy_batch
 from hookline.isolation.model_calls import run_model
 from hookline.isolation.random_state import fork_rng
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 from hookline.values.nested import Path, children, leaves, map_leaves, only_tensor, set_part
 from hookline.values.snapshots import same_bits
 

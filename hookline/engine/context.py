@@ -75,7 +75,7 @@ class Context(Entering):
     def _start(self, attached: bool) -> None:
         self._tracer = None
         self._requests = self._resolve()
-        if not any(request.modules or request.targets for request in self._requests):
+        if not any(request.modules or request.single_targets for request in self._requests):
             remedy = "Name places after the model, such as '**' for every module."
             raise PlaceError(f"{self._verb} was given no place.", "Nothing would happen.", remedy)
         if attached:
@@ -103,10 +103,7 @@ class Context(Entering):
         if request.modules:
             ask = self._shared_ask(request.port or "output", request.parts, request.operation)
             entries.append((ask, request.modules))
-        # The others are tensors, or places that a verb has put in the request.
-        for target in request.targets if request.tensors or not request.modules else ():
-            if request.modules and target.attribute is None:
-                continue
+        for target in request.single_targets:
             if target.attribute is None:
                 ask = self._shared_ask(target.port, target.parts, target.operation)
             else:
@@ -164,7 +161,7 @@ class Context(Entering):
         takers = takers_above(self._model, [module for _, held in meant for _, module in held])
         covered = {id(inner) for taker in takers for inner in taker.modules()}
         for request, entries in zip(self._requests, self._asked, strict=True):
-            asked = f"calls={self._chosen.step!r} was asked for at {request.asked}:"
+            asked = f"calls={self._chosen.step!r} was asked for at {request.shown}:"
             found = [entry for entry in entries if entry[0].calls is not None]
             if any(ask.port == "grad" for ask, _ in found):
                 problem = "a parameter has one gradient for all calls of a backward."
@@ -247,7 +244,7 @@ class Context(Entering):
         if missing and (request.literal or lost or len(missing) == len(keys)):
             matches = ""
             if len(keys) > 1 and not request.literal:
-                matches = f", nor any other of the {len(keys)} places that match {request.asked}"
+                matches = f", nor any other of the {len(keys)} places that match {request.shown}"
             handler = tracer.read(*(lost or missing)[0])
             raise never_fired(handler, self._verb, self._model, self._any_fired(), matches)
 

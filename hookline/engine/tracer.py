@@ -50,8 +50,8 @@ from hookline.engine.module_hooks import ACTIVE, CLOSED, ModuleHooks
 from hookline.engine.offloading import value_of
 from hookline.engine.operations import Operation
 from hookline.engine.tensor_hooks import TensorHooks
-from hookline.places.grammar import escape, is_gradient
-from hookline.places.resolution import Place, Target
+from hookline.places.grammar import INPUT_PORTS, Place, escape, is_gradient
+from hookline.places.resolution import Target
 from hookline.places.tree import NamedModule, first_names
 from hookline.torch_private import (
     backward_id,
@@ -576,7 +576,7 @@ class Tracer(ModuleHooks):
             return keep(value)
         except Exception as error:
             add_place(error, self.handler(subject, ask))
-            if "input" not in ask.port:  # a call that raises before it began has no number
+            if ask.port not in INPUT_PORTS:  # a call that raises before it began has no number
                 self.events.append((subject, ask, number, ask.explain(error)))
             raise
 
@@ -712,7 +712,7 @@ class Tracer(ModuleHooks):
         found = {(event[0], event[1]) for event in self.events if type(event[3]) is not Missing}
         found |= {(i, self.whole) for i, (slot, _) in self.slots.items() if slot.value is not None}
         found |= {key for key, handler in self.handlers.items() if handler.fired}
-        for ask in {ask: None for ask, _ in self.asked if ask.port.startswith("grad_")}:
+        for ask in {ask: None for ask, _ in self.asked if is_gradient(ask.port) and not ask.target}:
             found |= {(subject, ask) for subject, count in self.numbers.completed.items() if count}
         return found
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from hookline.errors import NonFiniteError
 from hookline.guards.origins import ADDING, Labelled, Origin
 from hookline.isolation.backward import REENTRANT
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 
 __all__ = ["Fault", "explain", "fault_of"]
 

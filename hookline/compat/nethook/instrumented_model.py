@@ -23,7 +23,7 @@ from hookline.edits.ready_changes import add, blend
 from hookline.engine.calls import Call
 from hookline.engine.hooking import hook
 from hookline.errors import ChangeError, NotCaptured, PlaceError
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 from hookline.values.nested import only_tensor, set_part
 
 __all__ = ["InstrumentedModel", "Layer", "NothingRetained"]
