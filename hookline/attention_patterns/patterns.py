@@ -38,7 +38,7 @@ from hookline.selecting import select
 from hookline.torch_private import mask_of
 from hookline.values import tables
 from hookline.values.conversions import as_dtype
-from hookline.values.snapshots import duplicate, settle
+from hookline.values.snapshots import compact_snapshot, duplicate
 
 __all__ = ["Patterns", "attention"]
 
@@ -268,7 +268,7 @@ class _PatternAsk(CaptureAsk):
         super().__init__(port, options, operation=operation, **place)
         self.named = named  # whether it was asked for by the name of the operation
         keep = partial(_keep_given, options, operation.partition("#")[0], port, named)
-        self.keep = partial(keep, settle)
+        self.keep = partial(keep, compact_snapshot)
         self.keep_copy = partial(keep, duplicate)
 
 

@@ -30,9 +30,9 @@ from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.sharding import layouts, local
 from hookline.values.snapshots import (
     SMALL,
+    compact_snapshot,
     duplicate,
     gradient_snapshot,
-    settle,
     snapshot,
     unreadable,
 )
@@ -73,7 +73,7 @@ class Options:
         """Return what to keep of a value: itself if it requires grad, otherwise a snapshot."""
         if self.derives:
             value = self._derived(value)
-            return value if type(value) is Missing else self._nested(value, settle)
+            return value if type(value) is Missing else self._nested(value, compact_snapshot)
         if type(value) is Tensor and (self.detach or not value.requires_grad):
             return freeze(value), None
         return self._nested(value, freeze)
@@ -158,7 +158,7 @@ class Options:
                 kept = value.detach() if self.detach and value.requires_grad else value
                 piece = kept[self.at]
                 if not piece.requires_grad:
-                    return piece.clone() if piece.nbytes < SMALL else settle(piece), None
+                    return piece.clone() if piece.nbytes < SMALL else compact_snapshot(piece), None
                 piece = piece.clone() if is_view(piece) else piece
                 return piece, version_of(piece)
             except (IndexError, TypeError, ValueError, RuntimeError):

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from hookline.engine.tracer import Tracer
 from hookline.errors import ChangeError, NeverFired, NotHookable, PlaceError, warn_outside
 from hookline.places.resolution import Request, Target, Where, resolve
 from hookline.places.tree import NamedModule, around, first_names
+from hookline.values.nested import Path
 
 __all__ = ["Context", "see_own_calls", "settled", "targets_of", "tracer_of"]
 
@@ -63,6 +64,10 @@ class Context(Entering):
         It must not hold this context, or a cycle would keep graphs alive.
         """
         raise AssertionError("a verb asks")
+
+    def _asking(self, request: Request) -> tuple[Callable[..., Ask], dict[Any, Ask]]:
+        """Return what makes the asks of a request, and those that it shares with other requests."""
+        return self._ask, self._asks
 
     def _resolve(self) -> list[Request]:
         return resolve(self._model, self._wheres)
@@ -99,33 +104,35 @@ class Context(Entering):
 
     def _ask_at(self, request: Request) -> list[tuple[Ask, list[NamedModule]]]:
         """Return what a request asks of which modules."""
+        make, asks = self._asking(request)
         entries: list[tuple[Ask, list[NamedModule]]] = []
+
+        def shared(port: str, parts: Path, operation: str | None) -> Ask:
+            key = port, parts, operation
+            if key not in asks:
+                asks[key] = make(port, parts=parts, operation=operation)
+            return asks[key]
+
         if request.modules:
-            ask = self._shared_ask(request.port or "output", request.parts, request.operation)
+            ask = shared(request.port or "output", request.parts, request.operation)
             entries.append((ask, request.modules))
         for target in request.single_targets:
             if target.attribute is None:
-                ask = self._shared_ask(target.port, target.parts, target.operation)
+                ask = shared(target.port, target.parts, target.operation)
+            elif target.key in asks:
+                ask = asks[target.key]
             else:
-                ask = self._asks.get(target.key) or self._ask_tensor(target)
+                ask = asks[target.key] = make(target.port, target=target)
+                self._watch_tensor(target, ask)
             entries.append((ask, [(target.path, target.module)]))
         return entries
 
-    def _shared_ask(self, port: str, parts: Any, operation: str | None) -> Ask:
-        """Return what is asked at a port of all modules."""
-        key = port, parts, operation
-        if key not in self._asks:
-            self._asks[key] = self._ask(port, parts=parts, operation=operation)
-        return self._asks[key]
-
-    def _ask_tensor(self, target: Target) -> Ask:
-        """Return what is asked of a parameter or buffer; its gradient is watched from now on."""
-        ask = self._asks[target.key] = self._ask(target.port, target=target)
+    def _watch_tensor(self, target: Target, ask: Ask) -> None:
+        """Watch a parameter or buffer: the calls that use it, or its gradient."""
         if target.port == "value":
             self._callers[ask] = self._caller_of(target)
         else:
             self._watch_parameter(self._tracer.handler(target.key, ask))
-        return ask
 
     def _watch_parameter(self, handler: Handler) -> None:
         """Watch the gradient of a parameter, or of what takes its place at a call."""

@@ -420,9 +420,9 @@ def _mix(x: Any, call: Call, arguments: dict[str, Any]) -> Any:
     if ablation is not None or replacement is not None:
         amount = _match(1.0 if ablation is None else ablation, tensor)
         mixed = blend(_match(0.0 if replacement is None else replacement, tensor), amount)
-        changed = mixed.meet(changed, call)
+        changed = mixed.apply_checked(changed, call)
     if offset is not None:
-        changed = add(_match(offset, tensor)).meet(changed, call)
+        changed = add(_match(offset, tensor)).apply_checked(changed, call)
     return set_part(x, path, changed)
 
 
