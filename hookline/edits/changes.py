@@ -34,9 +34,9 @@ _LIKE = "Keep the value's structure, shape, dtype, device, placement; hookline.h
 
 
 class Change:
-    """What an edit does to a tensor. A subclass defines `apply`."""
+    """A change of a tensor, for `edit`. A subclass defines `apply`."""
 
-    binds = False  # whether it depends on the place: then `bound_to` is called on entering
+    binds = False  # True if it depends on the place: then `bound_to` is called on entering
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
         """Return the changed value; leave `value` itself alone."""
@@ -70,7 +70,7 @@ class Change:
         return set_part(value, path, self._check_result(old, new, call))
 
     def _check_result(self, value: Any, new: Any, call: Call) -> Any:
-        """Return what was made of a value; raise ChangeError unless others can rely on it alike."""
+        """Return a new value; raise ChangeError if it differs from the old one in shape or kind."""
         old, made = _kinds(value), _kinds(new)
         if old == made and (new is not None or value is None):
             return new
@@ -128,7 +128,7 @@ class Broadcasting(Change):
             return own
         if not isinstance(own, Tensor):  # an array, a list
             own = torch.as_tensor(own, device="cpu")  # the default device may hold no data
-        # In a narrow dtype of whole numbers torch would let what is too large wrap around.
+        # In a narrow integer dtype, torch would let numbers that are too large wrap around.
         wide = value.dtype if floats or value.dtype is torch.bool else torch.int64
         own = _cast(own, wide).to(value.device)
         # Autograd saves no tensor that was made in inference mode.

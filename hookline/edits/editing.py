@@ -59,7 +59,7 @@ class EditHandler(Handler):
         self.at = at
         self.note = note  # to add to errors
         self.change = change.bound_to(self)
-        self.empty = False  # whether there was nothing to change in the last value
+        self.empty = False  # True if there was nothing to change in the last value
 
     def receive(self, value: Any, call: RunningCall) -> Any:
         self.seen += 1
@@ -150,23 +150,23 @@ class edit(Context):
             "generated". Numbers count the calls of the module from 0 on, from entering or
             attaching until the end, across all runs of the model; inputs are numbered by the
             start of the call, all else by its completion. Each call that is named must come, of a
-            slice at least one; else leaving the `with` raises `NeverFired`, which says at which
-            calls the edit acted and at which it did not. "prompt" and "generated" are decided
-            anew at each forward of the model that starts with an empty cache, so at each
-            `generate()` of transformers; a call of which that cannot be told raises `ChangeError`
-            in the forward, with the reason.
+            slice at least one; otherwise leaving the `with` raises `NeverFired`, which says at
+            which calls the edit acted and at which it did not. "prompt" and "generated" are
+            decided anew at each forward of the model that starts with an empty cache, as each
+            `generate()` of transformers does; a call that may be either raises `ChangeError` in
+            the forward, with the reason.
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.
-    No gradient flows into the change's own tensors there. Of several edits of one parameter the
-    last is made of what the others gave: remove it first. A backward after the `with` is still
+    No gradient flows into the change's own tensors there. If several edits change one parameter,
+    the last starts from what the others gave: remove it first. A backward after the `with` is still
     right; after `.attach()` and `.remove()` it raises. (The `with` saves tensors through hooks,
     which torch.func refuses: there, use `.attach()`.)
-    At gradient places the change meets the gradient as it arrives; run the backward inside. One
-    tensor that is passed for several arguments, or returned at several positions, becomes several
-    by an identity at each place that is named, so that each has its own gradient.
-    At a module it is for what the module returns: where a model drops that and goes on with what
-    the module wrote in place (`self.relu(h)`), edit its operation, "relu/relu".
+    At gradient places the change applies to the gradient as it arrives; run the backward inside.
+    One tensor that is passed for several arguments, or returned at several positions, becomes
+    several by an identity at each place that is named, so that each has its own gradient.
+    At a module the change applies to what the module returns. If the model drops that and goes on
+    with what the module wrote in place (`self.relu(h)`), edit the operation, "relu/relu".
     """
 
     _verb = "edit"

@@ -4,7 +4,7 @@
 - `Where`: what stands for places
 """
 
-# What is asked for may be of any type.
+# Places may be given as objects of any type.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations

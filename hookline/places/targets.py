@@ -129,7 +129,7 @@ class Request:
         return self._of_modules + self.single_targets
 
     def replace_targets(self, targets: list[Target]) -> None:
-        """Put other places in the stead of those that were found."""
+        """Put other targets in the place of those that were found."""
         self.modules = []
         self._of_modules = None
         self.single_targets = targets
