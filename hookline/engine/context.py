@@ -106,19 +106,13 @@ class Context(Entering):
         """Return what a request asks of which modules."""
         make, asks = self._asking(request)
         entries: list[tuple[Ask, list[NamedModule]]] = []
-
-        def shared(port: str, parts: Path, operation: str | None) -> Ask:
-            key = port, parts, operation
-            if key not in asks:
-                asks[key] = make(port, parts=parts, operation=operation)
-            return asks[key]
-
         if request.modules:
-            ask = shared(request.port or "output", request.parts, request.operation)
+            port = request.port or "output"
+            ask = _shared_ask(make, asks, port, request.parts, request.operation)
             entries.append((ask, request.modules))
         for target in request.single_targets:
             if target.attribute is None:
-                ask = shared(target.port, target.parts, target.operation)
+                ask = _shared_ask(make, asks, target.port, target.parts, target.operation)
             elif target.key in asks:
                 ask = asks[target.key]
             else:
@@ -254,6 +248,16 @@ class Context(Entering):
                 matches = f", nor any other of the {len(keys)} places that match {request.shown}"
             handler = tracer.read(*(lost or missing)[0])
             raise never_fired(handler, self._verb, self._model, self._any_fired(), matches)
+
+
+def _shared_ask(
+    make: Callable[..., Ask], asks: dict[Any, Ask], port: str, parts: Path, operation: str | None
+) -> Ask:
+    """Return what is asked at a port of all modules."""
+    key = port, parts, operation
+    if key not in asks:
+        asks[key] = make(port, parts=parts, operation=operation)
+    return asks[key]
 
 
 def targets_of(context: Context) -> list[Target]:

@@ -129,7 +129,7 @@ class _Query:
 
     def _add_path(self, request: Request, path: tuple[Segment, ...]) -> None:
         """Add the modules at a path, and the tensors if the port or the last name can mean them."""
-        if request.operation is not None or (request.port in INPUT_PORTS and not path):
+        if request.operation is not None or (not path and request.port in INPUT_PORTS):
             self._add_modules(request, self._find_unwrapped(path))
         elif request.port is None or request.port not in TENSOR_PORTS:
             self._add_modules(request, find(self.model, path))

@@ -186,11 +186,8 @@ def takes_hooks(module: nn.Module) -> bool:
 
 def _inside_wrappers(path: str, module: nn.Module, segment: Segment) -> NamedModule:
     """Return the module inside wrappers whose names the path leaves out; other modules as given."""
-    step: NamedModule | None = path, module
-    while step is not None:
-        path, module = step
-        step = _wrapped(path, module, segment)
-    return path, module
+    inner = _wrapped(path, module, segment)
+    return (path, module) if inner is None else _inside_wrappers(*inner, segment)
 
 
 def _wrapped(path: str, module: nn.Module, segment: Segment) -> NamedModule | None:
