@@ -100,10 +100,10 @@ class Glob:
 
     There are three ways to match. The last is the definition; the others are faster:
 
-    - A glob that lists names, such as `{0..11}`, looks them up: 1.3 µs for 12 names, which an
-      expression matches in 12.5 µs.
-    - A glob that an expression can match without backtracking uses one: `*_proj` takes 0.11 ms for
-      1,000 names, and by positions 2.0 ms.
+    - A glob that lists names, such as `{0..11}`, looks them up and stops after the last of them:
+      the time does not depend on the other names. 12 names take 2 µs, and by positions 11 µs.
+    - A glob that a regular expression can match without backtracking uses one: `*_proj` takes
+      0.1 ms for 1,000 names, and by positions 1.5 ms.
     - Any other glob keeps the set of all positions at which its match can stand. A text such as
       `*{}*{}*{}*{}x`, which may come from a file, would take a regular expression forever.
     """

@@ -58,7 +58,7 @@ class Target:
         buffers_of(owner)[""] = tensor
         return cls(owner, "", "grad", (), "")
 
-    def meets(self, other: Target) -> bool:
+    def shares_port_with(self, other: Target) -> bool:
         """Return True if two targets are at the same port of the same module."""
         return self.key[:3] == other.key[:3]
 
