@@ -73,10 +73,10 @@ def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Targe
     for target in targets.values():
         if target.port not in ports or target.parts:
             kind = " or ".join("module" if port == "output" else "parameter" for port in ports)
-            own = ", ".join(join(target.path, name) for name, _ in tensors_of(target.module))
-            module = kind == "parameter" and target.port == "output"
-            found = f"It is a module, with {own or 'none of its own'}."
-            found = found if module else f"That is no {kind}."
+            found = f"That is no {kind}."
+            if kind == "parameter" and target.port == "output":
+                own = ", ".join(join(target.path, name) for name, _ in tensors_of(target.module))
+                found = f"It is a module, with {own or 'none of its own'}."
             asked = f"A {kind} was asked for at {str(target.place)!r}."
             remedy = f"Give the path of a {kind}, without port or part."
             raise (PlaceNotFound if one else PlaceError)(asked, found, remedy)
@@ -116,7 +116,7 @@ class preserve(_PutsBack):
     _verb = "preserve"
 
     def _start(self, attached: bool) -> None:
-        tensors: dict[int, Any] = {}
+        tensors: dict[int, Tensor | None] = {}
         targets = _find(self._model, self._wheres or ("",), "output", "value")
         near = [step for target in targets for step in _near(self._model, target)]
         reshard(self._model, near)
@@ -125,17 +125,26 @@ class preserve(_PutsBack):
                 asked = f"The parameters at {str(target.place)!r} were to be preserved."
                 found = "FSDP gathers them from outside of the model that was given."
                 raise NotHookable(asked, found, "Give the whole model, and name the places in it.")
-            only = target.attribute
-            for owner in [target.module] if only else [module for _, module in walk(target.module)]:
+            owners = [target.module]
+            if target.attribute is None:
+                owners = [module for _, module in walk(target.module)]
+            for owner in owners:
                 for table in (parameters_of(owner), buffers_of(owner)):
-                    before = dict(table)
-                    for name in before if only is None else {only} & before.keys():
-                        tensors[id(before[name])] = before[name]
-                        self._undo.append(partial(put_back, owner, table, before, name))
+                    tensors |= self._preserve(owner, table, target.attribute)
         for tensor in tensors.values():
             if tensor is not None and not nn.parameter.is_lazy(tensor):
                 self._undo.append(restorer(tensor))
         self._undo.append(partial(reshard, self._model, near))
+
+    def _preserve(
+        self, owner: nn.Module, table: dict[str, Any], only: str | None
+    ) -> dict[int, Tensor | None]:
+        """Put tensors back into a table at the end: all, or one; return them by id."""
+        before = dict(table)
+        names = list(before) if only is None else [name for name in before if name == only]
+        for name in names:
+            self._undo.append(partial(put_back, owner, table, before, name))
+        return {id(before[name]): before[name] for name in names}
 
 
 def _near(model: nn.Module, target: Target) -> list[NamedModule]:

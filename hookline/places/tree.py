@@ -31,7 +31,6 @@ from hookline.torch_private import (
 __all__ = [
     "WRAPPERS",
     "NamedModule",
-    "Owned",
     "around",
     "exists",
     "find",
