@@ -85,7 +85,7 @@ from hookline.errors import (
     UsageError,
     ValueChanged,
 )
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 from hookline.selecting import select
 from hookline.values.tables import render_with as _render_with
 

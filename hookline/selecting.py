@@ -12,11 +12,11 @@ import linecache
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,10 @@ from hookline.errors import NeverFired, PlaceNotFound
 from hookline.isolation.batches import copy_batch
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.model_calls import call_model, run_model
-from hookline.places.grammar import Place, is_gradient, parse
+from hookline.places.grammar import Glob, Place, is_gradient, parse
 from hookline.places.resolution import Where, resolve
 from hookline.places.targets import Target
-from hookline.places.tree import WRAPPERS, walk
+from hookline.places.tree import WRAPPERS, first_names
 from hookline.values import tables
 from hookline.values.nested import leaves
 
@@ -106,9 +106,10 @@ def select(model: nn.Module | Tensor, *where: Where, inputs: Any = None) -> list
     targets = [t for request in resolve(model, where or ("**",)) for t in request.targets]
     if isinstance(model, Tensor):
         return [target.place for target in targets]
-    names = {id(module): (n, path) for n, (path, module) in enumerate(walk(model))}
-    targets.sort(key=lambda target: names[target.ident])
-    return Places({t.place_at(names[t.ident][1]): _kind_of(t) for t in targets})
+    names = first_names(model)
+    order = {ident: position for position, ident in enumerate(names)}
+    targets.sort(key=lambda target: order[target.ident])
+    return Places({target.place_among(names): _kind_of(target) for target in targets})
 
 
 def _kind_of(target: Target) -> str:
@@ -139,26 +140,35 @@ class Listing(list[Place]):
         return title, [row[:columns] for row in rows]
 
 
+class _Use(NamedTuple):
+    """One use of an operation in the forward of a module."""
+
+    ident: int  # the id of the module
+    name: str
+    number: int  # how many uses came before in this call
+    values: str  # shapes and dtypes
+    source: str
+
+
 class _Survey(Mode):
     """A function mode that notes every operation in the forwards of some modules."""
 
-    def __init__(self, targets: Iterable[Target]) -> None:
+    def __init__(self, idents: set[int]) -> None:
         super().__init__()
-        self.targets = {target.ident: target for target in targets}
-        self.found: list[tuple[Target, str, int, str, str]] = []
+        self.idents = idents
+        self.uses: list[_Use] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         found = innermost(sys._getframe(1))
-        target = None if found is None else self.targets.get(id(found[0]))
-        if found is not None and target is not None:
+        if found is not None and id(found[0]) in self.idents:
             name = name_of(func)
-            use = self.count(name, found[1])
-            values = [tables.describe(tensor) for _, tensor in leaves(output)]
+            number = self.count(name, found[1])
+            values = ", ".join([tables.describe(tensor) for _, tensor in leaves(output)])
             if values:
-                self.found.append((target, name, use, ", ".join(values), _source()))
+                self.uses.append(_Use(id(found[0]), name, number, values, _source()))
         return output
 
 
@@ -180,8 +190,8 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
     """
     asked = [t for request in resolve(model, wheres, wild=True) for t in request.targets]
     targets = [target for target in asked if target.operation is not None]
-    names = {id(module): path for path, module in walk(model)}
-    others = {t.place_at(names[t.ident]): t for t in asked if t.operation is None}
+    names = first_names(model)
+    others = {t.place_among(names): t for t in asked if t.operation is None}
     seen: dict[Place, list[str]] = {}
 
     def look(value: Any, at: Call) -> None:
@@ -189,7 +199,7 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
         seen.setdefault(at.place, []).append(shown or type(value).__name__)
 
     looked = [p for p, t in others.items() if t.attribute is None and not is_gradient(p.port)]
-    mode = _Survey(targets)
+    mode = _Survey({target.ident for target in targets})
     with isolated(model), torch.no_grad():
         batch = copy_batch(inputs)
         compiling.suspend(mode, in_graph=False)
@@ -199,27 +209,37 @@ def _survey(model: nn.Module, wheres: Iterable[Where], inputs: Any) -> list[Plac
                 run_model(model, batch)
         finally:
             compiling.resume(mode)
-    often = {(id(target), name) for target, name, use, *_ in mode.found if use}
+    operations = _rows_of(mode.uses, targets)
+    if targets and not operations:
+        raise _not_called(targets[0], [u.name for u in mode.uses if u.ident == targets[0].ident])
+    rows = {place: (_standing(target, seen.get(place)), "") for place, target in others.items()}
+    return Listing(rows | operations)
+
+
+def _rows_of(uses: Sequence[_Use], targets: Sequence[Target]) -> dict[Place, tuple[str, str]]:
+    """Return the values and sources of the operations that are asked for, in order of the run."""
+    repeated = {(use.ident, use.name) for use in uses if use.number}
     rows: dict[Place, tuple[str, str]] = {}
-    for target, name, use, values, source in mode.found:
-        for own in (t for t in targets if t.ident == target.ident):
-            wanted, _, nth = cast(str, own.operation).partition("#")
-            (segment,) = parse(wanted).paths[0]
-            fits = name == segment if isinstance(segment, str) else segment.fullmatch(name)
-            if fits and nth in ("", str(use)):
-                operation = f"{name}#{use}" if nth or (id(target), name) in often else name
-                place = Place(own.path, own.port, own.parts, operation)
-                rows.setdefault(place, (values, source))
-    if targets and not rows:
-        own = [name for target, name, *_ in mode.found if target.ident == targets[0].ident]
-        raise _not_called(targets[0], own)
-    return Listing({**{p: (_standing(t, seen.get(p)), "") for p, t in others.items()}, **rows})
+    for use in uses:
+        for target in targets:
+            name, _, nth = cast(str, target.operation).partition("#")
+            if target.ident != use.ident or nth not in ("", str(use.number)):
+                continue
+            (segment,) = parse(name).paths[0]
+            if use.name == segment or (isinstance(segment, Glob) and segment.fullmatch(use.name)):
+                numbered = nth or (use.ident, use.name) in repeated
+                operation = f"{use.name}#{use.number}" if numbered else use.name
+                place = Place(target.path, target.port, target.parts, operation)
+                rows.setdefault(place, (use.values, use.source))
+    return rows
 
 
 def _standing(target: Target, values: list[str] | None) -> str:
     """Describe the value at a place that is no operation."""
-    if target.attribute is not None or is_gradient(target.port):
-        return _kind_of(target) if target.attribute is not None else ""
+    if target.attribute is not None:
+        return _kind_of(target)
+    if is_gradient(target.port):
+        return ""
     if values is None:
         return "not called"
     return values[0] + f" × {len(values)}" * (len(values) > 1)

@@ -3,6 +3,7 @@
 import gc
 import pickle
 import sys
+import threading
 import warnings
 
 import pytest
@@ -391,6 +392,25 @@ def interrupted_at(n, context, run, trace):
             warnings.simplefilter("ignore", hl.HooklineWarning)
             del context
     return None
+
+
+def test_an_interrupt_at_any_line_of_a_replacement_lets_other_threads_replace_the_module():
+    trace, n, where, waiting = sys.gettrace(), 0, "", []
+    while where is not None and not waiting:
+        n += 1
+        model = small()
+        where = interrupted_at(n, hl.replace_module(model, "1", nn.Identity()), bool, trace)
+        other = threading.Thread(target=replace_and_leave, args=(model,), daemon=True)
+        other.start()
+        other.join(timeout=20)
+        waiting = [where] if other.is_alive() else []
+    assert not waiting
+    assert n > 20
+
+
+def replace_and_leave(model):
+    with hl.replace_module(model, "1", nn.Identity()):
+        pass
 
 
 @pytest.mark.parametrize("while_open", [True, False], ids=["open", "closed"])

@@ -13,6 +13,7 @@ from oracles import assert_clean, assert_same_state, rewrite_json, state_bits
 from torch import nn
 
 import hookline as hl
+from hookline.edits.changes import Broadcasting
 from hookline.recipes import json_format
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
@@ -57,8 +58,9 @@ def test_a_saved_change_does_what_it_did_before(name, model, tmp_path):
 
 def test_every_ready_change_but_patch_can_be_saved():
     homes = ("hookline.edits.changes", "hookline.edits.ready_changes")
-    ready = {c.__name__ for c in hl.Change.__subclasses__() if c.__module__ in homes}
-    assert ready - {"patch", "Chain", "EditFunction"} == set(json_format._READY)
+    kinds = [*hl.Change.__subclasses__(), *Broadcasting.__subclasses__()]
+    ready = {kind.__name__ for kind in kinds if kind.__module__ in homes}
+    assert ready - {"patch", "Chain", "Broadcasting"} == set(json_format._READY)
 
 
 def test_entries_apply_in_order_as_stacked_edits_do(model):

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import dlpack
 
 import hookline as hl
-from hookline.values.snapshots import same_bits, settle, snapshot
+from hookline.values.snapshots import compact_snapshot, same_bits, snapshot
 
 BASE = torch.arange(6.0).reshape(2, 3) + 1
 
@@ -347,7 +347,7 @@ def test_a_detached_slice_of_much_larger_memory_does_not_keep_all_of_it(grad, ke
 
 def test_a_snapshot_of_a_slice_can_let_the_rest_go():
     big = torch.zeros(100, 100)
-    size = settle(big[:, 0]).untyped_storage().nbytes()
+    size = compact_snapshot(big[:, 0]).untyped_storage().nbytes()
     assert size == 400
 
 

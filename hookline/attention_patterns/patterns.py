@@ -31,14 +31,14 @@ from hookline.errors import (
     PlaceError,
     SeveralCalls,
 )
-from hookline.places.grammar import escape
-from hookline.places.resolution import Place, Request, Target, Where
+from hookline.places.grammar import Place, escape
+from hookline.places.resolution import Request, Target, Where
 from hookline.places.tree import NamedModule, unwrapped, walk
 from hookline.selecting import select
 from hookline.torch_private import mask_of
 from hookline.values import tables
 from hookline.values.conversions import as_dtype
-from hookline.values.snapshots import duplicate, settle
+from hookline.values.snapshots import compact_snapshot, duplicate
 
 __all__ = ["Patterns", "attention"]
 
@@ -266,7 +266,7 @@ class _PatternAsk(CaptureAsk):
         super().__init__(port, options, operation=operation, **place)
         self.named = named  # True if it was asked for by the operation's name
         keep = partial(_keep_given, options, operation.partition("#")[0], port, named)
-        self.keep = partial(keep, settle)
+        self.keep = partial(keep, compact_snapshot)
         self.keep_copy = partial(keep, duplicate)
 
 
@@ -339,11 +339,12 @@ class attention(capture):
         self._by_name: set[Any] = set()
         for request in requests:
             modules = request.targets
-            request.targets = [new for old in modules for new in self._operations(request, old)]
+            own = [new for old in modules for new in self._operations(request, old)]
+            request.replace_targets(own)
             if modules and not request.targets:
                 kinds = ", ".join(sorted({type(target.module).__name__ for target in modules}))
                 raise NotHookable(
-                    f"Attention patterns at {request.asked} were asked for.",
+                    f"Attention patterns at {request.shown} were asked for.",
                     f"What is there are torch's own layers, which have none: {kinds}.",
                     "Name the modules whose forward computes attention.",
                 )
@@ -407,7 +408,7 @@ class attention(capture):
 
     def _nothing(self, request: Request) -> NeverFired:
         """Return the error for modules without a pattern: similar modules, and what they call."""
-        asked = f"Attention patterns at {request.asked} were asked for."
+        asked = f"Attention patterns at {request.shown} were asked for."
         tracer = self._tracer
         if tracer.foreign:
             found = "What is there was called from another thread or task than this."

@@ -25,14 +25,14 @@ from hookline.engine.generation import FORGOTTEN, Step, Untold
 from hookline.engine.handlers import Handler, add_place
 from hookline.engine.slices import Misfit, Slice, spelled, take
 from hookline.errors import SeveralTensors
-from hookline.places.grammar import is_gradient
+from hookline.places.grammar import INPUT_PORTS, is_gradient
 from hookline.torch_private import backward_id, is_view, version_of
 from hookline.values.nested import Path, map_leaves, set_part
 from hookline.values.sharding import layouts, local
 from hookline.values.snapshots import (
+    compact_snapshot,
     duplicate,
     gradient_snapshot,
-    settle,
     snapshot,
     unreadable,
 )
@@ -68,7 +68,7 @@ class Options:
         """Return what to keep of a value: itself if it requires grad, otherwise a snapshot."""
         if self.derives:
             value = self._derived(value)
-            return value if type(value) is Missing else self._nested(value, settle)
+            return value if type(value) is Missing else self._nested(value, compact_snapshot)
         if type(value) is Tensor:
             if self.detach or not value.requires_grad:
                 return freeze(value), None
@@ -148,7 +148,7 @@ class Options:
                 kept = value.detach() if self.detach and value.requires_grad else value
                 piece = kept[self.at]
                 if not piece.requires_grad:
-                    return settle(piece), None
+                    return compact_snapshot(piece), None
                 piece = piece.clone() if is_view(piece) else piece
                 return piece, version_of(piece)
             except (IndexError, TypeError, ValueError, RuntimeError):
@@ -244,7 +244,7 @@ class CaptureHandler(Handler):
     def _take_gradient(self, number: int, task: int, path: Path, kept: Kept) -> None:
         parts = self.grads.setdefault((number, task), {})
         self.fired += not parts
-        if path in parts and self.target.port.startswith("grad_input"):
+        if path in parts and self.target.port in INPUT_PORTS:
             # The shares of an input come one by one. What cannot be read is refused on reading.
             held = parts[path]
             readable = unreadable(held[0], None, None) is None
@@ -324,7 +324,7 @@ class CaptureHandler(Handler):
         parts = self._parts_of(number, task, path)
         if parts is None:
             return
-        if path in parts and self.target.port.startswith("grad_input"):
+        if path in parts and self.target.port in INPUT_PORTS:
             grad = parts[path][0] + grad  # the shares of an input come one by one
         # Shares are summed as they are; what is derived of them is derived on gathering. Of what
         # cannot be read nothing is derived.

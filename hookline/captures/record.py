@@ -34,8 +34,8 @@ from hookline.errors import (
     SeveralCalls,
     ValueChanged,
 )
-from hookline.places.grammar import is_gradient, parse_port
-from hookline.places.resolution import Place, Target, resolve
+from hookline.places.grammar import Place, is_gradient, parse_port
+from hookline.places.resolution import Target, resolve
 from hookline.places.tree import find, first_names
 from hookline.values import tables
 from hookline.values.conversions import as_device

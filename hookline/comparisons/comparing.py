@@ -31,7 +31,8 @@ from hookline.isolation.batches import copy_batch
 from hookline.isolation.isolated_runs import Mode, isolated
 from hookline.isolation.model_calls import check_model, error_note, run_model
 from hookline.isolation.random_state import fork_rng
-from hookline.places.resolution import Place, Where
+from hookline.places.grammar import Place
+from hookline.places.resolution import Where
 from hookline.places.tree import walk
 from hookline.torch_private import compiled_call, compiler_is_loaded, compiler_is_used
 from hookline.values.nested import Path, leaves, map_leaves

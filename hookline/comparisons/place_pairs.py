@@ -15,8 +15,8 @@ from torch import nn
 
 from hookline.comparisons.differences import Comparison
 from hookline.errors import NotHookable, PlaceError, PlaceNotFound
-from hookline.places.grammar import is_gradient
-from hookline.places.resolution import Place, Where
+from hookline.places.grammar import Place, is_gradient
+from hookline.places.resolution import Where
 from hookline.places.tree import exists, unwrapped
 from hookline.selecting import select
 from hookline.torch_private import WRAPPER_NAMES, submodules_of

@@ -27,7 +27,7 @@ from hookline.errors import BatchError, ChangeError, NeverFired
 from hookline.isolation.batches import copy_batch
 from hookline.isolation.model_calls import run_model
 from hookline.isolation.random_state import fork_rng
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 from hookline.values.nested import Path, children, leaves, map_leaves, only_tensor, set_part
 from hookline.values.snapshots import same_bits
 
@@ -249,11 +249,11 @@ class SweepRunner:
     def _new(self, place: Place, part: Tensor, position: int | None, call: Call) -> Tensor:
         """Return what the change makes of a part of a value."""
         if self.change is not None:
-            return cast(Tensor, self.change.meet(part, call))
+            return cast(Tensor, self.change.apply_checked(part, call))
         source = only_tensor(self.record.of_call(place, call.index))[1]
         source = source if position is None else source.narrow(self.dim, position, 1)
         try:
-            return cast(Tensor, replace(source).meet(part, call))
+            return cast(Tensor, replace(source).apply_checked(part, call))
         except ChangeError:
             shapes = f"There it has the shape {tuple(source.shape)}, here {tuple(part.shape)}."
             raise ChangeError(

@@ -41,7 +41,8 @@ from hookline.isolation.batches import copy_batch
 from hookline.isolation.isolated_runs import Mode, isolated
 from hookline.isolation.model_calls import check_model, run_model
 from hookline.isolation.random_state import fork_rng
-from hookline.places.resolution import Place, Where, resolve
+from hookline.places.grammar import Place
+from hookline.places.resolution import Where, resolve
 from hookline.selecting import select
 from hookline.values.nested import only_tensor
 

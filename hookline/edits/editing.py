@@ -1,9 +1,10 @@
 """Change values: `edit(model, where, change)`.
 
 - `edit`: change the values at places while a `with` block runs
-- `EditHandler`: what it does at one place; `EditFunction`: a user's function as a change
-- `handlers_of(edit)`: what an open edit does, place by place
-- `as_change(given)`: what a user gives, as a change
+- `EditHandler`, `ParameterHandler`: change the values at one place
+- `EditFunction`: a user's function as a change
+- `handlers_of(edit)`: the handlers of an open edit
+- `as_change(given)`: the change that a user gives, or that is made of a tensor or a function
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from hookline.engine.hooking import takes_call
 from hookline.engine.slices import Misfit, check_at, put
 from hookline.errors import ChangeError
 from hookline.places.resolution import Request, Target, Where, resolve
-from hookline.places.tree import NamedModule
 from hookline.torch_private import clear_parametrization_cache, version_of
 from hookline.values.nested import Path, leaves, only_tensor
 
@@ -38,12 +38,13 @@ class EditFunction(Change):
     """A user's function as a change: it gets the whole value."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.wants_call = function, takes_call(function)
+        self.function = function
+        self.wants_call = takes_call(function)
         self.name = getattr(function, "__name__", repr(function))
 
-    def meet(self, value: Any, call: Call) -> Any:
+    def apply_checked(self, value: Any, call: Call) -> Any:
         new = self.function(value, call) if self.wants_call else self.function(value)
-        return self._fitting(value, new, call)
+        return self._check_result(value, new, call)
 
 
 def _versions(value: Any) -> list[int]:
@@ -58,36 +59,32 @@ class EditHandler(Handler):
         self.at = at
         self.note = note  # to add to errors
         self.change = change.bound_to(self)
-        self.empty = False  # whether there was nothing to change in the last value
+        self.empty = False  # True if there was nothing to change in the last value
 
     def receive(self, value: Any, call: RunningCall) -> Any:
         self.seen += 1
         change = partial(self._changed, Call(self, call))
         try:
             new = change(value) if self.at is None else put(value, self.at, change)
-        except Misfit as error:
-            unfit = error.at_place(str(self.place), "changed")
-            self._add_note(unfit)
-            raise unfit from error.__cause__
         except Exception as error:
-            add_place(error, self)
-            self._add_note(error)
+            if isinstance(error, Misfit):
+                error.name_place(str(self.place), "changed")
+            else:
+                add_place(error, self)
+            if self.note:
+                error.add_note(self.note)
             raise
         if not self.empty:
             self.fired += 1
             self.lacking -= {call.number}
         return new
 
-    def _add_note(self, error: Exception) -> None:
-        if self.note:
-            error.add_note(self.note)
-
     def _changed(self, call: Call, value: Any) -> Any:
         self.empty = self.at is not None and value.numel() == 0
         if self.empty:
             self.silent = f"the slice at={self.at!r} of the value there is empty."
         before = _versions(value) if isinstance(self.change, EditFunction) else None
-        new = self.change.meet(value, call)
+        new = self.change.apply_checked(value, call)
         self.wrote = self.wrote or (before is not None and _versions(value) != before)
         return new
 
@@ -153,23 +150,23 @@ class edit(Context):
             "generated". Numbers count the calls of the module from 0 on, from entering or
             attaching until the end, across all runs of the model; inputs are numbered by the
             start of the call, all else by its completion. Each call that is named must come, of a
-            slice at least one; else leaving the `with` raises `NeverFired`, which says at which
-            calls the edit acted and at which it did not. "prompt" and "generated" are decided
-            anew at each forward of the model that starts with an empty cache, so at each
-            `generate()` of transformers; a call of which that cannot be told raises `ChangeError`
-            in the forward, with the reason.
+            slice at least one; otherwise leaving the `with` raises `NeverFired`, which says at
+            which calls the edit acted and at which it did not. "prompt" and "generated" are
+            decided anew at each forward of the model that starts with an empty cache, as each
+            `generate()` of transformers does; a call that may be either raises `ChangeError` in
+            the forward, with the reason.
 
     At a parameter or buffer (`edit(model, "fc.weight", ...)`) its data is swapped in and back,
     bit for bit; the Parameter object stays. Optimiser steps taken inside are discarded with it.
-    No gradient flows into the change's own tensors there. Of several edits of one parameter the
-    last is made of what the others gave: remove it first. A backward after the `with` is still
+    No gradient flows into the change's own tensors there. If several edits change one parameter,
+    the last starts from what the others gave: remove it first. A backward after the `with` is still
     right; after `.attach()` and `.remove()` it raises. (The `with` saves tensors through hooks,
     which torch.func refuses: there, use `.attach()`.)
-    At gradient places the change meets the gradient as it arrives; run the backward inside. One
-    tensor that is passed for several arguments, or returned at several positions, becomes several
-    by an identity at each place that is named, so that each has its own gradient.
-    At a module it is for what the module returns: where a model drops that and goes on with what
-    the module wrote in place (`self.relu(h)`), edit its operation, "relu/relu".
+    At gradient places the change applies to the gradient as it arrives; run the backward inside.
+    One tensor that is passed for several arguments, or returned at several positions, becomes
+    several by an identity at each place that is named, so that each has its own gradient.
+    At a module the change applies to what the module returns. If the model drops that and goes on
+    with what the module wrote in place (`self.relu(h)`), edit the operation, "relu/relu".
     """
 
     _verb = "edit"
@@ -190,15 +187,16 @@ class edit(Context):
         if isinstance(where, Mapping) and change is not None:
             raise TypeError("edit was given a mapping of changes and a change. Give either.")
         self._changes = [as_change(given) for _, given in pairs]
-        self._at, self._chosen = at, None if calls is None else as_calls(calls)
+        self._at = at
+        self._chosen = None if calls is None else as_calls(calls)
         self._undo = parameter_swap.Undo()
         self._parameters: list[Any] = []
         self._parametrized = False
         super().__init__(model, [place for place, _ in pairs])
 
     def _resolve(self) -> list[Request]:
-        # A `where` may be a list and so give several requests: they share its change and asks.
-        # Where two changes meet at one place, both apply, in the order in which they were given.
+        # A `where` may be a list and so give several requests, which share its change and asks.
+        # Two changes at one place have asks of their own: both apply, in the order given.
         self._given: dict[Request, tuple[Change, dict[Any, Ask]]] = {}
         for where, change in zip(self._wheres, self._changes, strict=True):
             asks: dict[Any, Ask] = {}
@@ -206,14 +204,14 @@ class edit(Context):
                 self._given[request] = change, asks
         return list(self._given)
 
-    def _ask_at(self, request: Request) -> list[tuple[Ask, list[NamedModule]]]:
-        self._change, self._asks = self._given[request]
-        return super()._ask_at(request)
+    def _asking(self, request: Request) -> tuple[Callable[..., Ask], dict[Any, Ask]]:
+        change, asks = self._given[request]
+        return partial(self._ask_to, change), asks
 
-    def _ask(self, port: str, **place: Any) -> Ask:
+    def _ask_to(self, change: Change, port: str, **place: Any) -> Ask:
         calls = None if port == "value" else self._chosen
         kind = ParameterHandler if port == "value" else EditHandler
-        make = partial(kind, self._change, self._at, self._note)
+        make = partial(kind, change, self._at, self._note)
         return Ask(port, make, calls=calls, paired=True, **place)
 
     def _caller_of(self, target: Target) -> nn.Module:
@@ -277,7 +275,7 @@ class edit(Context):
 
 
 def handlers_of(one: edit) -> list[EditHandler]:
-    """Return what an edit that is open does, place by place."""
+    """Return the handlers of an open edit, one for each place."""
     tracer = tracer_of(one)
     return [tracer.handler(*key) for key in tracer.places] if tracer is not None else []
 
@@ -288,8 +286,9 @@ def as_change(given: Any) -> Change:
         return given if isinstance(given, Change) else replace(given)
     if callable(given) and not isinstance(given, type):
         return EditFunction(given)
-    found, remedy = f"It is a {type(given).__name__}.", "Give one such as hookline.replace(2.0), a "
-    remedy += "tensor, or a function of the value."
+    asked = f"{given!r} was given as a change."
     if isinstance(given, type):
-        found, remedy = "It is a class.", f"Give one of its kind: {given.__name__}(...)."
-    raise ChangeError(f"{given!r} was given as a change.", found, remedy)
+        raise ChangeError(asked, "It is a class.", f"Give one of its kind: {given.__name__}(...).")
+    found = f"It is a {type(given).__name__}."
+    remedy = "Give one such as hookline.replace(2.0), a tensor, or a function of the value."
+    raise ChangeError(asked, found, remedy)

@@ -1,8 +1,8 @@
-"""Other data in parameters, and how to put back what was changed.
+"""Swap the data of parameters, and undo what was changed in a model.
 
-- `swap(handlers, undo, attached)`: how `edit` changes the data of parameters
-- `Saving`: watches what is saved for backwards meanwhile
-- `Undo`: puts back what was changed; `Swap` does so for one slot of a dict
+- `swap(handlers, undo, attached)`: change the data of parameters, for `edit`
+- `Saving`: a watch over tensors that are saved for backwards meanwhile
+- `Undo`: the steps that undo a change; `Swap`: one such step, for a slot of a dict
 - `mark(tensor)`: tell autograd that a tensor holds other data
 
 The verbs `preserve` and `replace_module` are in `restoring.py`.
@@ -40,21 +40,23 @@ __all__ = ["Saving", "Swap", "Undo", "mark", "swap"]
 
 
 class Undo(list[Callable[[], None]]):
-    """The steps that undo a change, the last first; may be interrupted and run again."""
+    """The steps that undo a change."""
 
     def run(self) -> None:
+        """Take the steps, the last first; after an interrupt this can be called again."""
         while self:
             self[-1]()
             self.pop()
 
     def covered(self) -> bool:
-        """Return True if something else was put over what this would undo."""
+        """Return True if a later swap of the same slot is open, made of what this would undo."""
         swaps = [getattr(step, "__self__", None) for step in self]
         return any(isinstance(swap, Swap) and swap.chain[-1:] != [swap] for swap in swaps)
 
 
-# The open swaps of each slot, in order, with a lock: two threads may swap the same thing. Each slot
-# has its own, as an interrupt may leave one locked for ever.
+# The open swaps of each slot, in order, with a lock: two threads may swap the same thing. A lock is
+# dropped with the last swap of its slot, since an interrupt at the end of a `with` may leave it
+# locked. One lock for all slots would then keep every other thread waiting for ever.
 _chains: dict[tuple[int, str], tuple[Any, list[Swap]]] = {}
 
 
@@ -62,16 +64,22 @@ class Swap:
     """Something put in a slot of a dict, and what stood there before; undone in any order."""
 
     def __init__(self, holder: Any, name: str) -> None:
-        self.holder, self.name, self.slot = holder, name, (id(holder), name)
-        self.lock, self.chain = threading.RLock(), list[Swap]()
+        self.holder = holder
+        self.name = name
+        self.slot = id(holder), name
+        self.lock = threading.RLock()
+        self.chain: list[Swap] = []
 
     def get(self) -> Any:
+        """Return what is in the slot."""
         return self.holder[self.name]
 
     def set(self, value: Any) -> None:
+        """Put something in the slot."""
         self.holder[self.name] = value
 
     def put(self, new: Any, undo: Undo) -> None:
+        """Put something new in the slot; `undo` gets the step that takes it out."""
         undo.append(self.undo)
         while self not in self.chain:
             entry = _chains.setdefault(self.slot, (threading.RLock(), []))
@@ -83,10 +91,11 @@ class Swap:
                     self.set(new)
 
     def undo(self) -> None:
+        """Put back the old one, or let a later swap of the slot put it back."""
         with self.lock:
             if self in self.chain:
                 above = self.chain[self.chain.index(self) + 1 :]
-                if above:  # something else was put over it since: that one puts the old one back
+                if above:  # a later swap was made since
                     above[0].old = self.old
                 else:
                     self.set(self.old)
@@ -132,7 +141,7 @@ class _DataSwap(Swap):
         mark(self.holder, version)
 
     def count(self) -> int:
-        """Return how often the new data was changed: the parameter's count while it is in it."""
+        """Return how often the new data was changed: what the parameter counts while it has it."""
         return version_of(self.holder) if self in self.chain else self.last
 
 
@@ -144,7 +153,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def swap(handlers: Iterable[ParameterHandler], undo: Undo, attached: bool) -> Saving | None:
-    """Change the data of parameters; return what watches what is saved for backwards meanwhile."""
+    """Change the data of parameters; return what watches tensors that are saved for backwards."""
     for handler in handlers:
         tensor = handler.target.tensor()
         problem = _problem(handler.target.module, tensor)
@@ -173,7 +182,7 @@ def _problem(module: nn.Module, tensor: Tensor | None) -> tuple[str, str] | None
         return found, "Load it all before, or edit what the module returns."
     gathered = is_gathered(module) and isinstance(tensor, nn.Parameter)
     spread = gathered or placements(tensor) is not None
-    # Of these torch takes other data, and goes on with the old.
+    # Torch accepts other data for wrappers and for compressed layouts, and goes on with the old.
     wraps = cast(Any, type(tensor)).__torch_dispatch__ is not _plain
     if spread or wraps or str(tensor.layout)[-3:] in ("csr", "csc", "bsr", "bsc"):
         kept = f"in a {type(tensor).__name__}" if wraps else f"as {tensor.layout}"
@@ -189,7 +198,8 @@ class _Saved:
     __slots__ = ("__weakref__", "read", "swap", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.read = tensor.detach(), False
+        self.tensor = tensor.detach()
+        self.read = False
         self.swap = _swapped.get(_storage(tensor))
         self.version = self.count()
 
@@ -199,7 +209,7 @@ class _Saved:
 
 
 class Saving:
-    """Watches what is saved for the backward while data is swapped.
+    """A watch over tensors that are saved for the backward while data is swapped.
 
     Autograd saves a leaf as it is, so that the data swapped back would be used by a graph that was
     made meanwhile; an alias of the new data is saved instead. Saving through hooks turns torch's
@@ -211,11 +221,11 @@ class Saving:
 
     def __init__(self) -> None:
         self.hooks = saved_tensors_hooks(self._pack, self._unpack)
-        # Of regions what they have saved, with the modules in whose calls they began.
+        # The tensors that regions have saved, with the ids of the modules that ran then.
         self._regions: WeakKeyDictionary[_Saved, set[int]] = WeakKeyDictionary()
 
     def leave(self) -> None:
-        """Take the hooks off, also from under others; left in another thread, at their next use."""
+        """Take the hooks off, also from under others; those of another thread, when next used."""
         self.over = True
         top = saved_tensor_hooks(True)
         if top is not None:
@@ -242,6 +252,9 @@ class Saving:
         return saved.tensor
 
     def has_pending(self, ident: int | None) -> bool:
-        """Return True if a region has not run again; with an id, one in a call of that module."""
+        """Return True if a checkpointed region that saved tensors here has yet to run again.
+
+        With the id of a module, only regions inside calls of that module count.
+        """
         regions = [held for saved, held in self._regions.items() if not saved.read]
         return any(ident is None or ident in held for held in regions)

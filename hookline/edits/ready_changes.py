@@ -3,7 +3,7 @@
     add  scale  noise  zero  clamp  dropout  blend  remove_direction  patch
 
 Each is a frozen dataclass, composed with `|` from left to right, and works on activations as well
-as on gradients. `replace`, and what all changes have in common, is in `hookline/edits/changes.py`.
+as on gradients. `replace` and the base classes are in `hookline/edits/changes.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.captures.record import Record
-from hookline.edits.changes import Change, check_dim
+from hookline.edits.changes import Broadcasting, Change
 from hookline.engine.calls import Call
 from hookline.engine.handlers import Handler
 from hookline.engine.slices import FUNCTION, Misfit, spelled, take
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def _draw(draw: Any, like: Tensor, seed: int | None, call: Call) -> Tensor:
-    """Random numbers; with a seed they depend on (seed, place, call) alone."""
+    """Draw random numbers; with a seed they depend on (seed, place, call) alone."""
     dtype = torch.result_type(like, 0.5)
     if seed is None:
         return draw(torch.empty_like(like, dtype=dtype))
@@ -44,7 +44,7 @@ def _draw(draw: Any, like: Tensor, seed: int | None, call: Call) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class add(Change):
+class add(Broadcasting):
     """Add values: a steering vector, an offset, a number for each channel.
 
     >>> from hookline import edit
@@ -66,15 +66,12 @@ class add(Change):
     values: Tensor | float
     dim: int | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        check_dim(self, self.values)
-
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        return value + self._fit(self.values, value, call, self.dim)
+        return value + self._broadcast(self.values, value, call)
 
 
 @dataclass(frozen=True, eq=False)
-class scale(Change):
+class scale(Broadcasting):
     """Multiply by a factor: a number, or a tensor of them.
 
     >>> from hookline import edit
@@ -91,11 +88,8 @@ class scale(Change):
     factor: Tensor | float
     dim: int | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        check_dim(self, self.factor)
-
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        return value * self._fit(self.factor, value, call, self.dim)
+        return value * self._broadcast(self.factor, value, call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +108,7 @@ class zero(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class clamp(Change):
+class clamp(Broadcasting):
     """Keep the value between two bounds, either of which may be None.
 
     >>> from hookline import edit
@@ -135,12 +129,12 @@ class clamp(Change):
     def __post_init__(self) -> None:
         if self.min is None and self.max is None:
             raise ChangeError("clamp has no bound.", "It would change nothing.", "Give min or max.")
-        check_dim(self, self.min, self.max)
+        super().__post_init__()
 
     def apply(self, value: Tensor, call: Call) -> Tensor:
         if value.is_complex():
-            raise self._unfit(call, f"The value is {value.dtype}: it has no bounds.")
-        low, high = (self._fit(bound, value, call, self.dim) for bound in (self.min, self.max))
+            raise self._error(call, f"The value is {value.dtype}: it has no bounds.")
+        low, high = (self._broadcast(bound, value, call) for bound in (self.min, self.max))
         value = value if low is None else value.clamp(min=low)
         return value if high is None else value.clamp(max=high)
 
@@ -207,7 +201,7 @@ class dropout(Change):
         shape = tuple(value.shape)
         if self.channels:
             if value.ndim < 2:
-                raise self._unfit(call, f"The value has the shape {shape}: no channels.")
+                raise self._error(call, f"The value has the shape {shape}: no channels.")
             shape = (*shape[:2], *[1] * (value.ndim - 2))
         like = value.new_empty(shape, dtype=torch.float32)  # bfloat16 would be too coarse
         kept = _draw(Tensor.uniform_, like, self.seed, call) >= self.p
@@ -215,7 +209,7 @@ class dropout(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class blend(Change):
+class blend(Broadcasting):
     """Mix with other values: `x * (1 - amount) + value * amount`.
 
     >>> from hookline import edit
@@ -234,16 +228,13 @@ class blend(Change):
     amount: Tensor | float = 1.0
     dim: int | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        check_dim(self, self.value, self.amount)
-
     def apply(self, value: Tensor, call: Call) -> Tensor:
-        amount = self._fit(self.amount, value, call, self.dim)
-        return value * (1 - amount) + self._fit(self.value, value, call, self.dim) * amount
+        amount = self._broadcast(self.amount, value, call)
+        return value * (1 - amount) + self._broadcast(self.value, value, call) * amount
 
 
 @dataclass(frozen=True, eq=False)
-class remove_direction(Change):
+class remove_direction(Broadcasting):
     """Take out the component along a direction: `x - (x · d) d`, with d of length 1.
 
     >>> from hookline import edit
@@ -258,7 +249,7 @@ class remove_direction(Change):
     """
 
     direction: Tensor
-    dim: int = -1
+    dim: int = -1  # pyright: ignore[reportIncompatibleVariableOverride] - it is never None
 
     def __post_init__(self) -> None:
         if not isinstance(self.direction, Tensor):  # an array, a list
@@ -272,7 +263,7 @@ class remove_direction(Change):
         if self.dim not in dims or value.shape[self.dim] != length:
             found = f"The value has the shape {tuple(value.shape)}, the direction length {length}"
             found += f", along dim={self.dim}."
-            raise self._unfit(call, found, self._other_dims(self.direction, value, self.dim))
+            raise self._error(call, found, self._other_dims(self.direction, value))
         wide = torch.promote_types(torch.result_type(self.direction, value), torch.float32)
         direction = self.direction.to(value.device, wide)
         direction = direction / direction.abs().max()  # else its square may overflow or vanish
@@ -283,7 +274,7 @@ class remove_direction(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class patch(Change):
+class patch(Broadcasting):
     """Put in what another run had at the same place and call, detached.
 
     >>> from hookline import capture, edit
@@ -328,7 +319,7 @@ class patch(Change):
         source = call.place if self.place is None else self.place
         own = self.record.of_call(source, call.index)
         own = only_tensor(own, lambda: f"The value at {str(source)!r}")[1]
-        return self._fit(self._slice(own, source, call).detach(), value, call).clone()
+        return self._broadcast(self._slice(own, source, call).detach(), value, call).clone()
 
     def _slice(self, own: Tensor, source: Any, call: Call) -> Tensor:
         """Return the slice of the recorded value that the edit changes, of any shape."""
@@ -339,11 +330,11 @@ class patch(Change):
                 return take(own, at)
             except Misfit as error:
                 found = f"Of what the record holds: {error.found}"
-                raise self._unfit(call, found, error.remedy) from error.__cause__
+                raise self._error(call, found, error.remedy) from error.__cause__
         same = kept is None if at is None else kept in (spelled(at), FUNCTION)
         if same:
             return own
         held = "what transform= made of the value" if kept is None else "a slice of the value"
         held += f" there{'' if kept is None else f', at=[{kept:.60}]'}, of shape {tuple(own.shape)}"
         remedy = "Give the capture and the edit the same at=, or use replace(record[place])."
-        raise self._unfit(call, f"The record holds {held}.", remedy)
+        raise self._error(call, f"The record holds {held}.", remedy)

@@ -33,7 +33,8 @@ class heads(Slice):
 
     def __init__(self, *which: int, of: int) -> None:
         try:
-            self.which, self.of = tuple(map(operator.index, which)), operator.index(of)
+            self.which = tuple(map(operator.index, which))
+            self.of = operator.index(of)
         except TypeError as error:
             raise TypeError(f"heads{which} of {of}: {error}. Write heads(0, 2, of=4).") from None
         if not self.which or not all(-self.of <= head < self.of for head in self.which):
@@ -41,16 +42,17 @@ class heads(Slice):
             raise ChangeError(f"{self!r} was asked for.", found, "Write heads(0, 2, of=4).")
 
     def index(self, value: Tensor) -> Any:
-        """The index of the heads' columns in the last dimension."""
-        which, of, width = self.which, self.of, value.shape[-1] if value.ndim else 0
-        if not width or width % of:
+        """Return the index of the heads' columns in the last dimension."""
+        width = value.shape[-1] if value.ndim else 0
+        if not width or width % self.of:
             found = f"The value has the shape {tuple(value.shape)}."
             remedy = "Give as of= the number of heads, a divisor of the last dimension."
             raise ChangeError(f"{self!r} was asked for.", found, remedy)
-        size = width // of
-        if len(which) == 1:
-            return (..., slice(start := which[0] % of * size, start + size))
-        columns = [head % of * size + n for head in which for n in range(size)]
+        size = width // self.of
+        starts = [head % self.of * size for head in self.which]
+        if len(starts) == 1:
+            return (..., slice(starts[0], starts[0] + size))
+        columns = [start + n for start in starts for n in range(size)]
         return (..., torch.tensor(columns, device=value.device))
 
     def __repr__(self) -> str:
@@ -74,7 +76,7 @@ class last_token(Slice):
         self.mask = torch.as_tensor(mask)
 
     def index(self, value: Tensor) -> Any:
-        """The index of each row's last position where the mask is set."""
+        """Return the index of each row's last position where the mask is set."""
         mask = self.mask.to(value.device) != 0
         fits = mask.ndim == 2 and mask.shape == value.shape[:2]
         if not fits or not mask.any(1).all():

@@ -1,9 +1,10 @@
 """Parameters, buffers and modules: get them, replace them, put them back.
 
-- `get_module(model, path)`, `get_parameter(model, path)`: what stands at a path
-- `preserve(model, *where)`: parameters and buffers are afterwards what they were before
-- `replace_module(model, where, new)`: another module in the place of one
-- `put_back(owner, table, before, name)`, `restorer(tensor)`: the same for one tensor
+- `get_module(model, path)`, `get_parameter(model, path)`: get what is at a path
+- `preserve(model, *where)`: restore parameters and buffers after a block
+- `replace_module(model, where, new)`: put another module in the place of one during a block
+- `put_back(owner, table, before, name)`: put a tensor back where it was registered
+- `restorer(tensor)`: make the function that restores a tensor
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Maker = Callable[[nn.Module], nn.Module]
 
 
 def get_module(model: nn.Module, path: str) -> nn.Module:
-    """The module at a path, also a container; an error with the closest names if there is none.
+    """Return the module at a path, also a container; an error names the closest if there is none.
 
     >>> get_module(nn.Sequential(nn.ReLU()), "0")
     ReLU()
@@ -52,19 +53,19 @@ def get_module(model: nn.Module, path: str) -> nn.Module:
 
 
 def get_parameter(model: nn.Module, path: str) -> Tensor:
-    """The parameter or buffer at a path; an error with the closest names if there is none.
+    """Return the parameter or buffer at a path; an error names the closest if there is none.
 
     >>> get_parameter(nn.Sequential(nn.Linear(2, 3)), "0.weight").shape
     torch.Size([3, 2])
 
-    Of one that accelerate has offloaded this is a copy of the data, which it reads for each call.
+    For one that accelerate has offloaded, return a copy of the data, which it reads for each call.
     """
     target = _find(model, (path,), "value", one=True)[0]
     return data_of(model, cast(Tensor, target.tensor()), target.named(target.path))
 
 
 def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Target]:
-    """What stands at places, each once; an error for what has none of these ports."""
+    """Return what is at places, each once; raise an error for any other port."""
     targets = {t.key: t for r in resolve(model, wheres, hookable=False) for t in r.targets}
     if one and len(targets) > 1:
         asked = f"What stands at {wheres[0]!r} was asked for."
@@ -72,10 +73,10 @@ def _find(model: Any, wheres: Any, *ports: str, one: bool = False) -> list[Targe
     for target in targets.values():
         if target.port not in ports or target.parts:
             kind = " or ".join("module" if port == "output" else "parameter" for port in ports)
-            own = ", ".join(join(target.path, name) for name, _ in tensors_of(target.module))
-            module = kind == "parameter" and target.port == "output"
-            found = f"It is a module, with {own or 'none of its own'}."
-            found = found if module else f"That is no {kind}."
+            found = f"That is no {kind}."
+            if kind == "parameter" and target.port == "output":
+                own = ", ".join(join(target.path, name) for name, _ in tensors_of(target.module))
+                found = f"It is a module, with {own or 'none of its own'}."
             asked = f"A {kind} was asked for at {str(target.place)!r}."
             remedy = f"Give the path of a {kind}, without port or part."
             raise (PlaceNotFound if one else PlaceError)(asked, found, remedy)
@@ -87,14 +88,15 @@ class _PutsBack(Anchored):
 
     def __init__(self, model: nn.Module, *where: Where) -> None:
         super().__init__(model)
-        self._wheres, self._undo = where, Undo()
+        self._wheres = where
+        self._undo = Undo()
 
     def _stop(self) -> None:
         self._undo.run()
 
 
 class preserve(_PutsBack):
-    """Parameters and buffers are afterwards, bit for bit, what they were before.
+    """Restore parameters and buffers after a block, bit for bit.
 
     >>> model = nn.Linear(2, 2)
     >>> before = model.weight.detach().clone()
@@ -114,7 +116,7 @@ class preserve(_PutsBack):
     _verb = "preserve"
 
     def _start(self, attached: bool) -> None:
-        tensors: dict[int, Any] = {}
+        tensors: dict[int, Tensor | None] = {}
         targets = _find(self._model, self._wheres or ("",), "output", "value")
         near = [step for target in targets for step in _near(self._model, target)]
         reshard(self._model, near)
@@ -123,21 +125,30 @@ class preserve(_PutsBack):
                 asked = f"The parameters at {str(target.place)!r} were to be preserved."
                 found = "FSDP gathers them from outside of the model that was given."
                 raise NotHookable(asked, found, "Give the whole model, and name the places in it.")
-            only = target.attribute
-            for owner in [target.module] if only else [module for _, module in walk(target.module)]:
+            owners = [target.module]
+            if target.attribute is None:
+                owners = [module for _, module in walk(target.module)]
+            for owner in owners:
                 for table in (parameters_of(owner), buffers_of(owner)):
-                    before = dict(table)
-                    for name in before if only is None else {only} & before.keys():
-                        tensors[id(before[name])] = before[name]
-                        self._undo.append(partial(put_back, owner, table, before, name))
+                    tensors |= self._preserve(owner, table, target.attribute)
         for tensor in tensors.values():
             if tensor is not None and not nn.parameter.is_lazy(tensor):
                 self._undo.append(restorer(tensor))
         self._undo.append(partial(reshard, self._model, near))
 
+    def _preserve(
+        self, owner: nn.Module, table: dict[str, Any], only: str | None
+    ) -> dict[int, Tensor | None]:
+        """Put tensors back into a table at the end: all, or one; return them by id."""
+        before = dict(table)
+        names = list(before) if only is None else [name for name in before if name == only]
+        for name in names:
+            self._undo.append(partial(put_back, owner, table, before, name))
+        return {id(before[name]): before[name] for name in names}
+
 
 def _near(model: nn.Module, target: Target) -> list[NamedModule]:
-    """The modules that may have gathered what stands at a target: around it, and in it."""
+    """Return the modules that may have gathered what is at a target: around it, and in it."""
     outside = [("", module) for module in around(model, target.path)]
     return outside if target.attribute else outside + walk(target.module)
 
@@ -156,18 +167,34 @@ def put_back(owner: nn.Module, table: dict[str, Any], before: dict[str, Any], na
         warn_outside(f"{told} Remove that before the end.")
 
 
-# How many hold a tensor, as graphs that saved it do. Private, so detected; NaN is never less.
-
-
 def restorer(tensor: Tensor) -> Callable[[], None]:
-    """What makes a tensor again what it is now: the same memory, bits and `requires_grad`."""
+    """Return a function that restores a tensor: the same memory, bits and `requires_grad`.
+
+    A library's quantised tensor is restored by the tensors that it holds.
+    """
     if is_wrapper(tensor):
-        return _held_restorer(tensor)
+        steps = [restorer(inner) for inner in held_in(tensor)]
+    else:
+        steps = [_data_restorer(tensor)]
+    requires_grad = tensor.requires_grad
+
+    def restore() -> None:
+        for step in steps:
+            step()
+        if tensor.is_leaf and tensor.requires_grad != requires_grad:
+            tensor.requires_grad_(requires_grad)
+
+    return restore
+
+
+def _data_restorer(tensor: Tensor) -> Callable[[], None]:
+    """Return a function that restores the memory and bits of a tensor."""
     counts = None if tensor.is_inference() else (version_of(tensor), use_count(tensor))
-    # Of others, bits cannot be compared.
+    # The bits of other layouts cannot be compared.
     plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
     size = tensor.untyped_storage().nbytes() if plain else None
-    data, copy, requires_grad = tensor.data, tensor.detach().clone(), tensor.requires_grad
+    data = tensor.data
+    copy = tensor.detach().clone()
 
     def restore() -> None:
         own, kept = data, copy
@@ -183,25 +210,10 @@ def restorer(tensor: Tensor) -> Callable[[], None]:
                 own.copy_(kept)
             tensor.data = data
             # torch does not count what batch norm does to its statistics: graphs that saved them
-            # before stay valid, and so they do when that is undone. One that has come since not.
+            # before stay valid, also when that is undone. A graph that was made since does not.
             same = counts and version_of(tensor) == counts[0] and use_count(tensor) <= counts[1]
             if isinstance(tensor, nn.Parameter) or not same:
                 mark(tensor)
-        if tensor.is_leaf and tensor.requires_grad != requires_grad:
-            tensor.requires_grad_(requires_grad)
-
-    return restore
-
-
-def _held_restorer(tensor: Tensor) -> Callable[[], None]:
-    """The same for a library's quantised tensor, by the tensors that it holds."""
-    undo, requires_grad = [restorer(inner) for inner in held_in(tensor)], tensor.requires_grad
-
-    def restore() -> None:
-        for step in undo:
-            step()
-        if tensor.is_leaf and tensor.requires_grad != requires_grad:
-            tensor.requires_grad_(requires_grad)
 
     return restore
 
@@ -210,41 +222,46 @@ def _geometry(tensor: Tensor) -> Any:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.data_ptr()
 
 
-class _NewCalls(ModuleHooks):
-    """A hook on a module that stands in the place of another: remembers checkpointed calls."""
+class _CallHook(ModuleHooks):
+    """A hook that calls a function before each call of a module."""
 
-    def __init__(self, context: replace_module, module: nn.Module) -> None:
+    def __init__(self, context: replace_module, called: Callable[[], None]) -> None:
         super().__init__(context, None)
-        self.module, self.numbers = module, CallNumbers(shared=True)
+        self.called = called
 
     @outside_graphs
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        """The pre-forward hook."""
-        if self.context is None:
-            self.remove_from(module)
-        elif self.numbers.repeated(module) is None:
-            self.numbers.remember(module, self.numbers.end(module), changing=False)
-
-
-class _OldCalls(ModuleHooks):
-    """A hook on a module that was replaced: counts its calls by the model, not by the new one."""
-
-    def __init__(self, context: replace_module, model: Any, new: Any, asked: str) -> None:
-        super().__init__(context, None)
-        self.model, self.new, self.asked, self.count = model, new, asked, 0
-
-    @outside_graphs
-    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        """The pre-forward hook."""
+        """Call the function; on a copied module, take the hook off."""
         if self.context is None:
             self.remove_from(module)
         else:
-            held = running_modules(sys._getframe(1))
-            self.count += id(self.model) in held and id(self.new) not in held
+            self.called()
+
+
+class _Replacement:
+    """A module in the place of another, and the calls of both."""
+
+    def __init__(self, model: nn.Module, old: nn.Module, new: nn.Module, asked: str) -> None:
+        self.model = model
+        self.old = old
+        self.new = new
+        self.asked = asked
+        self.old_calls = 0  # those by the model
+        self.numbers = CallNumbers(shared=True)  # of the new one's calls
+
+    def old_called(self) -> None:
+        """Count a call of the old module, unless the new one makes it."""
+        held = running_modules(sys._getframe(1))
+        self.old_calls += id(self.model) in held and id(self.new) not in held
+
+    def new_called(self) -> None:
+        """Remember a call of the new module that a checkpointed region may run again."""
+        if self.numbers.repeated(self.new) is None:
+            self.numbers.remember(self.new, self.numbers.end(self.new), changing=False)
 
 
 class replace_module(_PutsBack):
-    """Another module in the place of one, wherever the old one is used.
+    """Put another module in the place of one, wherever the old one is used.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> with replace_module(model, "0", nn.Identity()):
@@ -259,8 +276,8 @@ class replace_module(_PutsBack):
         new: the module to put there, or a function that makes one from the old one. One with
             parameters or buffers can stand at one place only, unless a function gives it.
 
-    If the model calls the old one all the same, since it keeps it in a plain list, too, that is an
-    error at the end of the `with`.
+    If the model still calls the old one, which it also keeps in a plain list, leaving the `with`
+    raises an error.
     """
 
     _verb = "replace_module"
@@ -270,20 +287,21 @@ class replace_module(_PutsBack):
         self._new = new
 
     def _start(self, attached: bool) -> None:
-        self._new_calls: list[_NewCalls] = []
-        self._old_calls: list[_OldCalls] = []
+        self._replaced: list[_Replacement] = []
         owners = [module for _, module in walk(self._model)]
-        targets, given = _find(self._model, self._wheres, "output"), cast(Any, self._new)
+        targets = _find(self._model, self._wheres, "output")
+        given = cast(Any, self._new)
         stateful = isinstance(given, nn.Module) and [*given.parameters(), *given.buffers()]
         if len(targets) > 1 and stateful:
             asked = f"One {type(given).__name__} was to be put at {len(targets)} places."
             found = "They would share its parameters and buffers."
             raise ChangeError(asked, found, "Give a function that makes one of each old module.")
         for target in targets:
-            old, asked = target.module, f"A module was to be put at {str(target.place)!r}."
+            old = target.module
+            asked = f"A module was to be put at {str(target.place)!r}."
             if old is self._model:
                 raise PlaceError(asked, "The model itself has no parent.", "Name a part of it.")
-            # Of torch's own classes one would take the old module for something else.
+            # One of torch's own classes would take the old module for something else.
             own = given is not nn.Sequential and any(given is k for k in vars(nn.modules).values())
             makes = callable(given) and not (own or isinstance(given, nn.Module))
             new = given(old) if makes else given
@@ -291,16 +309,10 @@ class replace_module(_PutsBack):
                 found = f"What was given, or made by a function, is a {type(new).__name__}."
                 raise ChangeError(asked, found, "Give a module, or a function that returns one.")
             self._put(owners, old, new, asked)
-            if not isinstance(new, torch.jit.ScriptModule):
-                calls = _NewCalls(self, new)
-                self._undo.append(partial(calls.remove_from, new))
-                self._new_calls.append(calls)
-                calls.put_before([new], calls.before)
-            if not isinstance(old, torch.jit.ScriptModule):
-                calls = _OldCalls(self, self._model, new, asked)
-                self._undo.append(partial(calls.remove_from, old))
-                self._old_calls.append(calls)
-                calls.put_before([old], calls.before)
+            replaced = _Replacement(self._model, old, new, asked)
+            self._replaced.append(replaced)
+            self._watch(new, replaced.new_called)
+            self._watch(old, replaced.old_called)
 
     def _put(self, owners: list[nn.Module], old: nn.Module, new: nn.Module, asked: str) -> None:
         for owner in owners:
@@ -311,14 +323,21 @@ class replace_module(_PutsBack):
                     raise NotHookable(asked, found, remedy)
                 Swap(submodules_of(owner), name).put(new, self._undo)
 
+    def _watch(self, module: nn.Module, called: Callable[[], None]) -> None:
+        """Call a function before each call of a module, which may not be a ScriptModule."""
+        if not isinstance(module, torch.jit.ScriptModule):
+            hook = _CallHook(self, called)
+            self._undo.append(hook.remove_all)
+            hook.put_before([module], hook.before)
+
     def _verify(self) -> None:
-        for calls in self._old_calls:
-            if calls.count:
-                found = f"The model called the old one {calls.count}×, which it has elsewhere, too."
+        for replaced in self._replaced:
+            if replaced.old_calls:
+                found = f"The model called the old one {replaced.old_calls}×, "
+                found += "which it has elsewhere, too."
                 remedy = "Keep modules in nn.ModuleList or nn.ModuleDict, not in plain lists."
-                raise ChangeError(calls.asked, found, remedy)
-        for calls in self._new_calls:
-            if calls.numbers.will_be_repeated(calls.module):
-                raise undone_too_early(
-                    f"replace_module let {type(calls.module).__name__} be called"
-                )
+                raise ChangeError(replaced.asked, found, remedy)
+        for replaced in self._replaced:
+            if replaced.numbers.will_be_repeated(replaced.new):
+                name = type(replaced.new).__name__
+                raise undone_too_early(f"replace_module let {name} be called")

@@ -21,6 +21,7 @@ from torch import jit, nn, overrides
 
 from hookline.engine.asks import Ask
 from hookline.errors import ChangeError
+from hookline.places.grammar import NAMED_INPUT_PORTS
 from hookline.values.nested import Path, exact_path, get_part, set_part
 
 __all__ = ["bind", "locate", "names", "positional_names", "read", "write"]
@@ -102,7 +103,7 @@ def _first(module: Any, kwargs: dict[str, Any]) -> str:
 
 def read(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ask: Ask) -> Any:
     """Return the value at an input port; LookupError if the call has none."""
-    if ask.port.endswith("inputs"):
+    if ask.port in NAMED_INPUT_PORTS:
         value: Any = bind(module, args, kwargs)
     else:
         value = args[0] if args else kwargs[_first(module, kwargs)]
@@ -111,7 +112,7 @@ def read(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ask: Ask) -
 
 def locate(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ask: Ask) -> Path:
     """Return the path of the value of an input port in `bind`; LookupError if there is none."""
-    if ask.port.endswith("inputs"):
+    if ask.port in NAMED_INPUT_PORTS:
         return exact_path(bind(module, args, kwargs), ask.parts)
     if args:
         return _keys(module, args, kwargs)[0], *exact_path(args[0], ask.parts)
@@ -124,7 +125,7 @@ def write(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call with something else at an input port, passed as they were."""
     parts = ask.parts
-    if not ask.port.endswith("inputs"):
+    if ask.port not in NAMED_INPUT_PORTS:
         if args:
             return (set_part(args[0], parts, new), *args[1:]), kwargs
         name = _first(module, kwargs)

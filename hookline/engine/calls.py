@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from hookline.engine.module_hooks import SERIALS
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 
 if TYPE_CHECKING:
     from hookline.engine.generation import Step

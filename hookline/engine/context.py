@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from hookline.engine.tracer import Tracer
 from hookline.errors import ChangeError, NeverFired, NotHookable, PlaceError, warn_outside
 from hookline.places.resolution import Request, Target, Where, resolve
 from hookline.places.tree import NamedModule, around, first_names
+from hookline.values.nested import Path
 
 __all__ = ["Context", "see_own_calls", "settled", "targets_of", "tracer_of"]
 
@@ -64,6 +65,10 @@ class Context(Entering):
         """
         raise AssertionError("a verb asks")
 
+    def _asking(self, request: Request) -> tuple[Callable[..., Ask], dict[Any, Ask]]:
+        """Return what makes the asks of a request, and those that it shares with other requests."""
+        return self._ask, self._asks
+
     def _resolve(self) -> list[Request]:
         return resolve(self._model, self._wheres)
 
@@ -75,7 +80,7 @@ class Context(Entering):
     def _start(self, attached: bool) -> None:
         self._tracer = None
         self._requests = self._resolve()
-        if not any(request.modules or request.targets for request in self._requests):
+        if not any(request.modules or request.single_targets for request in self._requests):
             remedy = "Name places after the model, such as '**' for every module."
             raise PlaceError(f"{self._verb} was given no place.", "Nothing would happen.", remedy)
         if attached:
@@ -99,36 +104,29 @@ class Context(Entering):
 
     def _ask_at(self, request: Request) -> list[tuple[Ask, list[NamedModule]]]:
         """Return what a request asks of which modules."""
+        make, asks = self._asking(request)
         entries: list[tuple[Ask, list[NamedModule]]] = []
         if request.modules:
-            ask = self._shared_ask(request.port or "output", request.parts, request.operation)
+            port = request.port or "output"
+            ask = _shared_ask(make, asks, port, request.parts, request.operation)
             entries.append((ask, request.modules))
-        # The others are tensors, or places that a verb has put in the request.
-        for target in request.targets if request.tensors or not request.modules else ():
-            if request.modules and target.attribute is None:
-                continue
+        for target in request.single_targets:
             if target.attribute is None:
-                ask = self._shared_ask(target.port, target.parts, target.operation)
+                ask = _shared_ask(make, asks, target.port, target.parts, target.operation)
+            elif target.key in asks:
+                ask = asks[target.key]
             else:
-                ask = self._asks.get(target.key) or self._ask_tensor(target)
+                ask = asks[target.key] = make(target.port, target=target)
+                self._watch_tensor(target, ask)
             entries.append((ask, [(target.path, target.module)]))
         return entries
 
-    def _shared_ask(self, port: str, parts: Any, operation: str | None) -> Ask:
-        """Return what is asked at a port of all modules."""
-        key = port, parts, operation
-        if key not in self._asks:
-            self._asks[key] = self._ask(port, parts=parts, operation=operation)
-        return self._asks[key]
-
-    def _ask_tensor(self, target: Target) -> Ask:
-        """Return what is asked of a parameter or buffer; its gradient is watched from now on."""
-        ask = self._asks[target.key] = self._ask(target.port, target=target)
+    def _watch_tensor(self, target: Target, ask: Ask) -> None:
+        """Watch a parameter or buffer: the calls that use it, or its gradient."""
         if target.port == "value":
             self._callers[ask] = self._caller_of(target)
         else:
             self._watch_parameter(self._tracer.handler(target.key, ask))
-        return ask
 
     def _watch_parameter(self, handler: Handler) -> None:
         """Watch the gradient of a parameter, or of what takes its place at a call."""
@@ -164,7 +162,7 @@ class Context(Entering):
         takers = takers_above(self._model, [module for _, held in meant for _, module in held])
         covered = {id(inner) for taker in takers for inner in taker.modules()}
         for request, entries in zip(self._requests, self._asked, strict=True):
-            asked = f"calls={self._chosen.step!r} was asked for at {request.asked}:"
+            asked = f"calls={self._chosen.step!r} was asked for at {request.shown}:"
             found = [entry for entry in entries if entry[0].calls is not None]
             if any(ask.port == "grad" for ask, _ in found):
                 problem = "a parameter has one gradient for all calls of a backward."
@@ -246,10 +244,20 @@ class Context(Entering):
         if missing and (request.literal or lost or len(missing) == count):
             matches = ""
             if count > 1 and not request.literal:
-                matches = f", nor any other of the {count} places that match {request.asked}"
+                matches = f", nor any other of the {count} places that match {request.shown}"
             handler = tracer.read(*(lost or missing)[0])
             others = any(fired.values())
             raise never_fired(handler, self._verb, self._model, others, matches)
+
+
+def _shared_ask(
+    make: Callable[..., Ask], asks: dict[Any, Ask], port: str, parts: Path, operation: str | None
+) -> Ask:
+    """Return what is asked at a port of all modules."""
+    key = port, parts, operation
+    if key not in asks:
+        asks[key] = make(port, parts=parts, operation=operation)
+    return asks[key]
 
 
 def targets_of(context: Context) -> list[Target]:

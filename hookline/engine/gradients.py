@@ -311,7 +311,7 @@ def _move_to_gate(
 ) -> None:
     """Let an earlier capture of the same output see what passes the gate of an edit."""
     owner = earlier.handler
-    if owner is None or owner.replaces or not owner.target.meets(handler.target):
+    if owner is None or owner.replaces or not owner.target.shares_port_with(handler.target):
         return
     earlier.muted = True
     if twice:

@@ -16,7 +16,8 @@ from torch import Tensor
 from hookline.engine import gradients
 from hookline.engine.calls import RunningCall, Subject
 from hookline.errors import ChangeError, PlaceError
-from hookline.places.resolution import Place, Target
+from hookline.places.grammar import Place
+from hookline.places.resolution import Target
 from hookline.values.nested import Path
 from hookline.values.sharding import copied
 

@@ -20,7 +20,14 @@ from torch import Tensor
 from hookline.errors import ChangeError
 from hookline.places.resolution import Target
 from hookline.values.nested import only_tensor, set_part
-from hookline.values.sharding import alike, beside, has_plans, layouts, placements, whole
+from hookline.values.sharding import (
+    beside,
+    has_plans,
+    layouts,
+    placed_like,
+    placements,
+    replicated,
+)
 from hookline.values.tables import describe
 
 __all__ = ["FUNCTION", "Misfit", "Slice", "check_at", "put", "spelled", "take"]
@@ -45,13 +52,11 @@ class Slice:
 
 
 class Misfit(ChangeError):
-    """A slice does not fit a value; `at_place` adds the place."""
+    """A slice does not fit a value; `name_place` adds the place."""
 
-    def at_place(self, place: str, verb: str) -> ChangeError:
-        """The same error, which says at which place the slice was to be changed, or measured."""
-        return ChangeError(
-            f"A slice of the value at {place!r} was to be {verb}:", self.found, self.remedy
-        )
+    def name_place(self, place: str, verb: str) -> None:
+        """Say at which place the slice was to be changed, or measured."""
+        self.asked = f"A slice of the value at {place!r} was to be {verb}:"
 
 
 def check_at(at: Any, targets: Callable[[], Iterable[Target]]) -> None:
@@ -128,7 +133,7 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
         found = "A function can only be read from, not written to."
         raise ChangeError(f"An edit was asked for at={at!r}.", found, _REMEDY)
     path, tensor = only_tensor(value)
-    changed = whole(tensor).clone()
+    changed = replicated(tensor).clone()
     where, piece = _find(changed, at)
     new = change(piece.clone())
     try:
@@ -138,7 +143,7 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
             raise
         found = f"It is a DTensor, and torch {torch.__version__} cannot write to these indices."
         raise ChangeError(f"An edit was asked for at={at!r}.", found, _OTHER_INDEX) from error
-    return set_part(value, path, alike(changed, tensor))
+    return set_part(value, path, placed_like(changed, tensor))
 
 
 def _find(tensor: Tensor, at: Any) -> tuple[Any, Tensor]:

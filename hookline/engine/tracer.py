@@ -43,7 +43,7 @@ from hookline.engine.module_hooks import ACTIVE, CLOSED, ModuleHooks
 from hookline.engine.offloading import value_of
 from hookline.engine.operations import Operation
 from hookline.engine.tensor_hooks import TensorHooks
-from hookline.places.grammar import is_gradient
+from hookline.places.grammar import INPUT_PORTS, is_gradient
 from hookline.torch_private import (
     backward_id,
     forward_hooks_of,
@@ -570,7 +570,7 @@ class Tracer(ModuleHooks):
     def _explain(self, ask: Ask, subject: Subject, number: Any, error: Exception) -> None:
         """Explain an error that a function of the user's raised: in a note, and in the log."""
         add_place(error, self.handler(subject, ask))
-        if "input" not in ask.port:  # a call that raises before it began has no number
+        if ask.port not in INPUT_PORTS:  # a call that raises before it began has no number
             self.events.append((subject, ask, number, ask.explain(error)))
 
     def _log(self, subject: Subject, ask: Ask, number: int | None, kept: Any) -> None:
@@ -676,12 +676,13 @@ class Tracer(ModuleHooks):
         For a captured gradient it is enough that a call was made, or a backward may come: one that
         is missing is explained when it is read.
         """
-        found: dict[Ask, set[Subject]] = {ask: set() for ask, _ in self.places.entries}
+        found: dict[Ask, set[Subject]] = defaultdict(set)
+        asks = {ask for ask, _ in self.places.entries}
         called = {subject for subject, count in self.numbers.completed.items() if count}
-        captured = [ask for ask in found if ask.keep is not None and is_gradient(ask.port)]
+        captured = [ask for ask in asks if ask.keep is not None and is_gradient(ask.port)]
         for ask in captured:
             found[ask] |= called if ask.target is None else {ask.target.key}
-        for subject, ask, _, kept in self.events if len(captured) < len(found) else ():
+        for subject, ask, _, kept in self.events if len(captured) < len(asks) else ():
             if type(kept) is not Missing:
                 found[ask].add(subject)
         for ident, (slot, _) in self.slots.items():

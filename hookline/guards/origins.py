@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from hookline.errors import PlaceError
 from hookline.guards.finite_checks import TensorDescription, float_values, infinity_signs
-from hookline.places.grammar import is_gradient, parse
-from hookline.places.resolution import Place, Where, resolve
+from hookline.places.grammar import Place, is_gradient, parse
+from hookline.places.resolution import Where, resolve
 from hookline.values.nested import Path as Parts
 from hookline.values.nested import children, leaves, show_path
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hookline.engine.offloading import is_offloaded
 from hookline.errors import HarvestError, warn_outside
-from hookline.places.grammar import is_gradient
-from hookline.places.resolution import Place, Where
+from hookline.places.grammar import Place, is_gradient
+from hookline.places.resolution import Where
 from hookline.places.tree import walk
 from hookline.selecting import select
 from hookline.torch_private import BatchNormBase, DropoutBase

@@ -32,7 +32,8 @@ from hookline.harvests.harvest_checks import (
 from hookline.isolation.batches import check_mask_name, move_batch
 from hookline.isolation.early_exit import EarlyExit
 from hookline.isolation.model_calls import call_model
-from hookline.places.resolution import Place, Where
+from hookline.places.grammar import Place
+from hookline.places.resolution import Where
 from hookline.statistics.masks import is_added
 from hookline.storage.store_files import Series
 from hookline.values.conversions import as_dtype

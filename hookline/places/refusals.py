@@ -1,6 +1,5 @@
 """Errors for places that cannot be used, each with its reason and a remedy.
 
-- `takes_hooks(module)`: True if a hook on the module can fire
 - `why_outside_python(module)`: the reason why a scripted or exported module takes no hooks
 - `not_a_model`, `not_a_place`, `not_the_gradient`, `not_hookable`, `wrong_port`, `part_of_tensor`,
   `operation_wildcard`, `ambiguous`, `not_found`, `not_in_model`: one error each
@@ -18,12 +17,12 @@ from torch import Tensor, jit, nn
 from hookline.errors import NotHookable, PlaceError, PlaceNotFound
 from hookline.places.grammar import DEEP, MODULE_PORTS, TENSOR_PORTS, escape
 from hookline.places.targets import Request, Target
-from hookline.places.tree import find, join, tensors_of, walk
+from hookline.places.tree import find, join, takes_hooks, tensors_of, walk
 from hookline.torch_private import is_export_guard, submodules_of
 
 __all__ = [
     "ambiguous", "not_a_model", "not_a_place", "not_found", "not_hookable",
-    "not_in_model", "not_the_gradient", "operation_wildcard", "part_of_tensor", "takes_hooks",
+    "not_in_model", "not_the_gradient", "operation_wildcard", "part_of_tensor",
     "why_outside_python", "wrong_port",
 ]  # fmt: skip
 
@@ -36,23 +35,6 @@ _ALONE = "none; the model itself is ''"
 
 
 # -- modules at which no hook can fire ------------------------------------------------------------
-
-_hookable_types: set[type[nn.Module]] = set()
-
-
-def takes_hooks(module: nn.Module) -> bool:
-    """Return True if a hook on the module can fire."""
-    kind = type(module)
-    if kind in _hookable_types:
-        return True
-    if isinstance(module, jit.ScriptModule):
-        return False
-    if kind.forward is nn.Module.forward:  # but a forward given to the instance is called, too
-        return "forward" in module.__dict__ and not is_export_guard(kind)
-    if is_export_guard(kind):
-        return False
-    _hookable_types.add(kind)
-    return True
 
 
 def why_outside_python(module: nn.Module) -> Explained | None:
@@ -80,7 +62,7 @@ def _why_container(path: str, module: nn.Module) -> Explained:
 def not_hookable(request: Request, path: str, module: nn.Module) -> NotHookable:
     """Return the error for a module that is named and takes no hooks."""
     reason, remedy = why_outside_python(module) or _why_container(path, module)
-    return NotHookable(f"A hook at {request.asked} was asked for:", reason, remedy)
+    return NotHookable(f"A hook at {request.shown} was asked for:", reason, remedy)
 
 
 # -- what is no place -----------------------------------------------------------------------------
@@ -111,21 +93,21 @@ def not_the_gradient(where: object) -> PlaceError:
 
 def wrong_port(request: Request, found: str) -> PlaceError:
     """Return the error for a port that does not fit what it is asked of."""
-    asked = f"The place {request.asked} asks for the port {request.port!r}:"
+    asked = f"The place {request.shown} asks for the port {request.port!r}:"
     remedy = "Give one: modules have such as fc:input, parameters fc.weight:value and :grad."
     return PlaceError(asked, found, remedy)
 
 
 def part_of_tensor(request: Request, name: str) -> PlaceError:
     """Return the error for a part of a parameter or buffer."""
-    asked = f"The place {request.asked} names a part of {name!r}:"
+    asked = f"The place {request.shown} names a part of {name!r}:"
     found = "it is one tensor, and a part never indexes a tensor."
     return PlaceError(asked, found, "Leave out the part; a slice is given with at=.")
 
 
 def operation_wildcard(request: Request) -> PlaceError:
     """Return the error for a wildcard for operations."""
-    asked = f"The place {request.asked} holds a wildcard for operations:"
+    asked = f"The place {request.shown} holds a wildcard for operations:"
     found = "which ones there are is known when the model has run."
     remedy = "List them with hookline.select(model, place, inputs=batch), and name some."
     return PlaceError(asked, found, remedy)
@@ -249,4 +231,4 @@ def _list_or_itself(model: nn.Module) -> str:
 
 def _nothing(request: Request, found: str, remedy: str) -> PlaceNotFound:
     what = "No parameter or buffer" if request.port in TENSOR_PORTS else "Nothing"
-    return PlaceNotFound(f"{what} matches {request.asked}.", found, remedy)
+    return PlaceNotFound(f"{what} matches {request.shown}.", found, remedy)

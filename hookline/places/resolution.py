@@ -4,7 +4,7 @@
 - `Where`: what stands for places
 """
 
-# What is asked for may be of any type.
+# Places may be given as objects of any type.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -18,20 +18,28 @@ from torch import Tensor, nn
 from hookline.errors import HooklineError
 from hookline.places import refusals
 from hookline.places.grammar import (
+    INPUT_PORTS,
     TENSOR_PORTS,
     Pattern,
+    Place,
     Segment,
     literal_readings,
     parse,
     parse_port,
 )
-from hookline.places.refusals import takes_hooks
-from hookline.places.targets import Place, Request, Target
-from hookline.places.tree import NamedModule, exists, find, find_tensors, unwrapped, walk
-from hookline.torch_private import buffers_of
+from hookline.places.targets import Request, Target
+from hookline.places.tree import (
+    NamedModule,
+    exists,
+    find,
+    find_tensors,
+    takes_hooks,
+    unwrapped,
+    walk,
+)
 from hookline.values.nested import Path
 
-__all__ = ["Place", "Request", "Target", "Where", "resolve"]
+__all__ = ["Request", "Target", "Where", "resolve"]
 
 Predicate = Callable[[str, nn.Module], bool]
 Where: TypeAlias = str | nn.Module | type[nn.Module] | re.Pattern[str] | Predicate | Iterable[Any]
@@ -64,9 +72,8 @@ class _Query:
         self.hookable = hookable
         self.wild = wild
         self.requests: list[Request] = []
-        self.walked: dict[int, NamedModule] | None = (
-            None  # every module by its id, made when needed
-        )
+        # Every module by its id; None until a module, type, expression or predicate is given.
+        self.walked: dict[int, NamedModule] | None = None
 
     def add(self, where: Any, port: str | None = None, parts: Path = ()) -> None:
         """Resolve one thing that is asked for, with the port and parts of the pair around it."""
@@ -107,7 +114,7 @@ class _Query:
             self._ask_operation(request, pattern)
         for path in pattern.paths:
             self._add_path(request, path)
-        if not (request.modules or request.tensors):
+        if not (request.modules or request.single_targets):
             raise refusals.not_found(self.model, request, pattern.paths[0])
         return request
 
@@ -122,7 +129,7 @@ class _Query:
 
     def _add_path(self, request: Request, path: tuple[Segment, ...]) -> None:
         """Add the modules at a path, and the tensors if the port or the last name can mean them."""
-        if request.operation is not None or (request.port and not path and "input" in request.port):
+        if request.operation is not None or (not path and request.port in INPUT_PORTS):
             self._add_modules(request, self._find_unwrapped(path))
         elif request.port is None or request.port not in TENSOR_PORTS:
             self._add_modules(request, find(self.model, path))
@@ -162,12 +169,13 @@ class _Query:
 
     def _add_tensors(self, request: Request, path: tuple[Segment, ...]) -> None:
         """Add the parameters and buffers at a path."""
-        for owned in find_tensors(self.model, path, request.port == "grad"):
-            if request.port and request.port not in TENSOR_PORTS:
-                raise refusals.wrong_port(request, f"{owned[2]!r} is a parameter or buffer.")
+        port = request.port or "value"
+        for above, module, name in find_tensors(self.model, path, port == "grad"):
+            if port not in TENSOR_PORTS:
+                raise refusals.wrong_port(request, f"{name!r} is a parameter or buffer.")
             if request.parts:
-                raise refusals.part_of_tensor(request, owned[2])
-            request.tensors.append(owned)
+                raise refusals.part_of_tensor(request, name)
+            request.single_targets.append(Target(module, above, port, (), name))
 
     def _of_modules(self, where: Any, port: str | None, parts: Path) -> Request:
         """Resolve a module, a module type, a regular expression or a predicate."""
@@ -216,8 +224,6 @@ def _of_tensor(tensor: Any, wheres: Iterable[Any]) -> list[Request]:
             raise refusals.not_the_gradient(where)
         else:
             request = Request(":grad", True, "grad", ())
-            owner = nn.Module()
-            buffers_of(owner)[""] = tensor
-            request.tensors.append(("", owner, ""))
+            request.single_targets.append(Target.of_tensor(tensor))
             requests.append(request)
     return requests

@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookline.places.grammar import Place
-from hookline.places.tree import NamedModule, Owned, join
+from hookline.places.tree import NamedModule, join
+from hookline.torch_private import buffers_of
 from hookline.values.nested import Path
 
-__all__ = ["Place", "Request", "Target"]
+__all__ = ["Request", "Target"]
 
 
 class Target:
@@ -47,7 +48,17 @@ class Target:
         shared = self.ident if attribute is None else id(self.tensor())
         self.key = (shared, operation or attribute is None, port, parts)
 
-    def meets(self, other: Target) -> bool:
+    @classmethod
+    def of_tensor(cls, tensor: Tensor) -> Target:
+        """Return the gradient of a plain tensor, which stands where the model stands.
+
+        Every target belongs to a module: here to a bare one, which holds the tensor as "".
+        """
+        owner = nn.Module()
+        buffers_of(owner)[""] = tensor
+        return cls(owner, "", "grad", (), "")
+
+    def shares_port_with(self, other: Target) -> bool:
         """Return True if two targets are at the same port of the same module."""
         return self.key[:3] == other.key[:3]
 
@@ -76,13 +87,13 @@ class Target:
 class Request:
     """One thing that was asked for. A literal place must fire; of other places, one must.
 
-    It holds the modules and tensors that were found. Targets are made when they are first read,
-    since a capture of whole values needs none.
+    Of the modules that were found the same is asked. Their targets are made when they are first
+    read, since a capture of whole values needs none.
     """
 
     __slots__ = (
-        "_targets", "literal", "modules", "operation", "parts", "port", "refused", "tensors",
-        "where",
+        "_of_modules", "literal", "modules", "operation", "parts", "port", "refused",
+        "single_targets", "where",
     )  # fmt: skip
 
     def __init__(self, where: Any, literal: bool, port: str | None, parts: Path) -> None:
@@ -92,12 +103,13 @@ class Request:
         self.parts = parts
         self.operation: str | None = None
         self.modules: list[NamedModule] = []
-        self.tensors: list[Owned] = []
+        # Targets of which something is asked one by one: parameters and buffers, or others.
+        self.single_targets: list[Target] = []
         self.refused: dict[Place, str] = {}  # matches of a wildcard that take no hooks, and why
-        self._targets: list[Target] | None = None
+        self._of_modules: list[Target] | None = None
 
     @property
-    def asked(self) -> str:
+    def shown(self) -> str:
         """The name by which errors call what was asked for."""
         where = self.where
         if isinstance(where, str):
@@ -108,19 +120,16 @@ class Request:
 
     @property
     def targets(self) -> list[Target]:
-        """The places that were found."""
-        if self._targets is None:
-            self._targets = [
+        """All places that were found."""
+        if self._of_modules is None:
+            self._of_modules = [
                 Target(module, path, self.port or "output", self.parts, None, self.operation)
                 for path, module in self.modules
             ]
-            self._targets += [
-                Target(module, path, self.port or "value", self.parts, name)
-                for path, module, name in self.tensors
-            ]
-        return self._targets
+        return self._of_modules + self.single_targets
 
-    @targets.setter
-    def targets(self, targets: list[Target]) -> None:
+    def replace_targets(self, targets: list[Target]) -> None:
+        """Put other targets in the place of those that were found."""
         self.modules = []
-        self._targets = targets
+        self._of_modules = None
+        self.single_targets = targets

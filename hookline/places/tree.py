@@ -4,6 +4,7 @@
 - `find(model, segments)`: the modules whose path matches
 - `find_tensors(model, segments, gradients)`: the parameters and buffers whose path matches
 - `exists(model, names)`: True if a plain path is that of a module, parameter or buffer
+- `takes_hooks(module)`: True if a hook on the module can fire
 - `unwrapped(path, module)`: the module inside torch's wrappers
 - `WRAPPERS`: the names under which torch's wrappers hold a module
 - `around(model, path)`: the module at a path and those that contain it, the innermost first
@@ -13,24 +14,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, jit, nn
 
 from hookline.places.grammar import DEEP, Segment
-from hookline.torch_private import WRAPPER_NAMES, buffers_of, parameters_of, submodules_of
+from hookline.torch_private import (
+    WRAPPER_NAMES,
+    buffers_of,
+    is_export_guard,
+    parameters_of,
+    submodules_of,
+)
 
 __all__ = [
     "WRAPPERS",
     "NamedModule",
-    "Owned",
     "around",
     "exists",
     "find",
     "find_tensors",
     "first_names",
     "join",
+    "takes_hooks",
     "tensors_of",
     "unwrapped",
     "walk",
@@ -72,6 +79,8 @@ def find(model: nn.Module, segments: Sequence[Segment]) -> list[NamedModule]:
     level: list[NamedModule] = [(".".join(names[:depth]), module)]
     for segment in names[depth:]:
         depth += 1
+        if not level:
+            break
         if segment is not DEEP:
             level = _children(level, segment)
         elif depth < len(names):
@@ -85,21 +94,18 @@ def _children(level: list[NamedModule], segment: Segment) -> list[NamedModule]:
     """Return the children of some modules whose name matches, each once."""
     found: Found = {}
     for path, module in level:
-        _add_children(path, module, segment, found)
+        modules = submodules_of(module)
+        if len(modules) == 1 and not WRAPPERS.isdisjoint(modules.keys()):
+            path, module = _inside_wrappers(path, module, segment)
+            modules = submodules_of(module)
+        prefix = f"{path}." if path else ""
+        # The table of a ScriptModule cannot be iterated, and has no `get`.
+        names = (segment,) if isinstance(segment, str) else segment.among(modules.keys())
+        for name in names:
+            child = modules[name] if name in modules else None  # noqa: SIM401
+            if child is not None and child not in found:
+                found[child] = (prefix + name, child)
     return list(found.values())
-
-
-def _add_children(path: str, module: nn.Module, segment: Segment, found: Found) -> None:
-    modules = submodules_of(module)
-    inner = _wrapped(path, module, segment) if len(modules) == 1 else None
-    if inner is not None:
-        _add_children(*inner, segment, found)
-        return
-    prefix = f"{path}." if path else ""
-    for name in _matches(segment, modules):
-        child = modules[name]
-        if child is not None and child not in found:
-            found[child] = (prefix + name, child)
 
 
 def _below(level: list[NamedModule], kept: list[NamedModule]) -> list[NamedModule]:
@@ -133,25 +139,20 @@ def find_tensors(model: nn.Module, segments: Sequence[Segment], gradients: bool)
     for path, module in owners:
         is_there = False
         for tensors in (parameters_of(module), buffers_of(module)):
-            for name in _matches(last, tensors):
-                tensor = tensors[name]
+            names = (last,) if isinstance(last, str) else last.among(tensors.keys())
+            for name in names:
+                tensor = tensors[name] if name in tensors else None  # noqa: SIM401
                 if tensor is None:
                     continue
                 is_there = True
                 every = by_name or not gradients or tensor.requires_grad
                 if every or isinstance(tensor, nn.Parameter):
                     found.setdefault(id(tensor), (path, module, name))
-        inner = None if by_name and is_there else _wrapped(path, module, last)
-        if inner is not None:
-            owners.append(inner)  # this loop visits it as well
+        if not (by_name and is_there):
+            inner = _wrapped(path, module, last)
+            if inner is not None:
+                owners.append(inner)  # this loop visits it as well
     return list(found.values())
-
-
-def _matches(segment: Segment, table: dict[str, Any]) -> Iterable[str]:
-    """Return the names in a table that a segment matches."""
-    if isinstance(segment, str):
-        return (segment,) if segment in table else ()
-    return segment.among(table.keys())  # the table of a ScriptModule cannot be iterated
 
 
 def exists(model: nn.Module, names: Sequence[Segment]) -> bool:
@@ -159,15 +160,40 @@ def exists(model: nn.Module, names: Sequence[Segment]) -> bool:
     return bool(find(model, names) or find_tensors(model, names, False))
 
 
+# -- modules at which no hook can fire ------------------------------------------------------------
+
+_hookable_types: set[type[nn.Module]] = set()
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Return True if a hook on the module can fire."""
+    kind = type(module)
+    if kind in _hookable_types:
+        return True
+    if isinstance(module, jit.ScriptModule):
+        return False
+    if kind.forward is nn.Module.forward:  # but a forward given to the instance is called, too
+        return "forward" in module.__dict__ and not is_export_guard(kind)
+    if is_export_guard(kind):
+        return False
+    _hookable_types.add(kind)
+    return True
+
+
 # -- wrappers -------------------------------------------------------------------------------------
+
+
+def _inside_wrappers(path: str, module: nn.Module, segment: Segment) -> NamedModule:
+    """Return the module inside wrappers whose names the path leaves out; other modules as given."""
+    inner = _wrapped(path, module, segment)
+    return (path, module) if inner is None else _inside_wrappers(*inner, segment)
 
 
 def _wrapped(path: str, module: nn.Module, segment: Segment) -> NamedModule | None:
     """Return the module inside a wrapper whose name the path leaves out; None for other modules."""
-    modules = submodules_of(module)
-    if len(modules) != 1:
+    if len(submodules_of(module)) != 1:
         return None
-    ((name, inner),) = modules.items()
+    ((name, inner),) = submodules_of(module).items()
     if name not in WRAPPERS or inner is None or name == segment:
         return None
     known = _is_wrapper(module, name) or WRAPPERS.issuperset(path.split("."))

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StatisticsError
-from hookline.places.grammar import is_gradient
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place, is_gradient
 
 __all__ = ["NamedMask", "is_added"]
 

@@ -249,7 +249,8 @@ class _Measuring(Entering):
             try:
                 value = take(value, self._at)
             except Misfit as error:
-                raise error.at_place(str(place), "measured") from error.__cause__
+                error.name_place(str(place), "measured")
+                raise
         _, tensor = only_tensor(value, lambda: f"The value at {str(place)!r}")
         if place not in self.found.statistics:
             self.found.statistics[place] = {k: one.fresh() for k, one in self._kinds.items()}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import StatisticsError
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 from hookline.statistics.all_statistics import Statistic, TopK
 from hookline.values.nested import leaves
 

@@ -18,8 +18,8 @@ from hookline.captures.keeping import PLAIN, CaptureAsk, CaptureHandler
 from hookline.captures.record import Record
 from hookline.engine.call_choice import as_calls
 from hookline.errors import NotCaptured, RecordError
-from hookline.places.grammar import PORTS, is_gradient
-from hookline.places.resolution import Place, Target
+from hookline.places.grammar import PORTS, Place, is_gradient
+from hookline.places.resolution import Target
 from hookline.storage import json_safetensors
 from hookline.storage.store_files import stored_dtype
 from hookline.training.run_files import segments_in

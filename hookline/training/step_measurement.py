@@ -26,7 +26,8 @@ from hookline.engine.calls import RunningCall
 from hookline.engine.context import Context
 from hookline.engine.handlers import UNCHANGED, Handler
 from hookline.errors import PlaceError
-from hookline.places.resolution import Place, Request, Target, Where, resolve
+from hookline.places.grammar import Place
+from hookline.places.resolution import Request, Target, Where, resolve
 from hookline.places.tree import first_names, join
 from hookline.torch_private import (
     at_backward_end,
@@ -242,7 +243,7 @@ class StepMeasurement(Context):
 
     def _resolve(self) -> list[Request]:
         request = Request("**", False, None, ())
-        request.targets = self.plan.targets
+        request.replace_targets(self.plan.targets)
         return [request]
 
     def _ask(self, port: str, **place: Any) -> Ask:

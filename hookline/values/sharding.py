@@ -10,8 +10,8 @@ Nothing of torch.distributed is imported here: a program that does not load it h
 - `has_plans()`: True if the program may have parallelised modules
 - `copied(tensor)`: a copy, made without the other ranks
 - `beside(own, value)`: a tensor of this rank, in a form that can be combined with a value
-- `whole(tensor)`: a DTensor that every rank has whole
-- `alike(result, value)`: a changed value, spread as the value was
+- `replicated(tensor)`: a DTensor of which every rank has all
+- `placed_like(changed, original)`: a changed value, spread over the ranks as the original was
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from hookline.places.targets import Target
 
 __all__ = [
-    "alike", "beside", "copied", "has_plans", "layouts", "loaded", "local", "placements",
-    "spread", "whole",
+    "beside", "copied", "has_plans", "layouts", "loaded", "local", "placed_like", "placements",
+    "replicated", "spread",
 ]  # fmt: skip
 
 
@@ -86,8 +86,8 @@ def beside(own: Tensor, value: Tensor) -> Tensor:
     return kind.from_local(own, mesh, [replicate()] * mesh.ndim, run_check=False)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a DTensor that every rank has whole: a sharded one may lose writes to a slice."""
+def replicated(tensor: Tensor) -> Tensor:
+    """Return a DTensor of which every rank has all: a sharded one may lose writes to a slice."""
     if type(tensor) is Tensor or placements(tensor) is None:
         return tensor
     given: Any = tensor
@@ -95,12 +95,12 @@ def whole(tensor: Tensor) -> Tensor:
     return given.redistribute(placements=[replicate()] * given.device_mesh.ndim)
 
 
-def alike(result: Tensor, value: Tensor) -> Tensor:
-    """Return a changed value, spread over the ranks as the value was."""
-    wanted = None if type(value) is Tensor else placements(value)
-    if wanted is None or placements(result) == wanted:
-        return result
-    return cast(Any, beside(result, value)).redistribute(placements=wanted)
+def placed_like(changed: Tensor, original: Tensor) -> Tensor:
+    """Return a changed value, spread over the ranks as the original was."""
+    wanted = None if type(original) is Tensor else placements(original)
+    if wanted is None or placements(changed) == wanted:
+        return changed
+    return cast(Any, beside(changed, original)).redistribute(placements=wanted)
 
 
 # -- tensor parallelism ---------------------------------------------------------------------------

@@ -6,7 +6,7 @@ write to either tensor makes a copy.
 - `snapshot(tensor)`: a detached tensor that later writes cannot reach
 - `gradient_snapshot(tensor)`: a snapshot of a gradient during a backward
 - `duplicate(tensor)`: a plain copy, for tensors that others hold by their address
-- `settle(tensor)`: a snapshot that keeps no larger storage alive
+- `compact_snapshot(tensor)`: a snapshot that keeps no larger storage alive
 - `same_bits(one, other)`: True if two tensors hold the same bits
 - `is_wrapped(tensor)`: True for a tensor of a transform, such as one inside vmap
 - `is_fake(tensor)`: True for one of torch's fake tensors, which have no values
@@ -32,8 +32,8 @@ from hookline.values.quantisation import copy_of, held_in, is_wrapper
 from hookline.values.sharding import copied, local
 
 __all__ = [
-    "BASES", "SMALL", "WIDE", "duplicate", "gradient_snapshot", "is_fake", "is_wrapped",
-    "same_bits", "settle", "snapshot", "unreadable",
+    "BASES", "SMALL", "WIDE", "compact_snapshot", "duplicate", "gradient_snapshot", "is_fake",
+    "is_wrapped", "same_bits", "snapshot", "unreadable",
 ]  # fmt: skip
 
 SMALL = 4096  # up to so many bytes, copying is as fast as finding out if an alias will do
@@ -99,11 +99,11 @@ def duplicate(tensor: Tensor) -> Tensor:
         return tensor
 
 
-def settle(tensor: Tensor) -> Tensor:
+def compact_snapshot(tensor: Tensor) -> Tensor:
     """Return a snapshot that keeps alive no more memory than its own.
 
     >>> big = torch.zeros(1000, 1000)
-    >>> settle(big[:, 0]).untyped_storage().nbytes()
+    >>> compact_snapshot(big[:, 0]).untyped_storage().nbytes()
     4000
     """
     try:

@@ -20,7 +20,7 @@ from hookline.isolation.batches import copy_batch
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.model_calls import run_model
 from hookline.isolation.module_index import ModuleIndex
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 from hookline.places.tree import join, tensors_of, walk
 from hookline.view.page import Page
 from hookline.view.page_tree import PageTree

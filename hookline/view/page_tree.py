@@ -13,8 +13,7 @@ from typing import Any
 
 from hookline.costs.summary import Summary
 from hookline.errors import HooklineError
-from hookline.places.grammar import is_gradient, parse
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place, is_gradient, parse
 from hookline.places.tree import join
 from hookline.view.page import Chunk
 

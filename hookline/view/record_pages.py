@@ -20,8 +20,7 @@ from hookline.captures.record import Record, captured, model_of
 from hookline.costs.summarizing import summarize
 from hookline.costs.summary import Summary
 from hookline.errors import HooklineError
-from hookline.places.grammar import is_gradient
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place, is_gradient
 from hookline.text_tables import show_count
 from hookline.values.nested import Path, children
 from hookline.values.tables import show_bytes

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import nn
 
 from hookline.costs.summarizing import summarize
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 from hookline.training.run_reading import Run
 from hookline.view.page import Chunk, Page
 from hookline.view.page_tree import PageTree, read_place

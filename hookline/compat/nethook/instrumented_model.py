@@ -24,7 +24,7 @@ from hookline.edits.ready_changes import add, blend
 from hookline.engine.calls import Call
 from hookline.engine.hooking import hook
 from hookline.errors import ChangeError, NotCaptured, PlaceError
-from hookline.places.resolution import Place
+from hookline.places.grammar import Place
 from hookline.values.nested import only_tensor, set_part
 
 __all__ = ["InstrumentedModel", "Layer", "NothingRetained", "fitted"]
@@ -421,9 +421,9 @@ def _mix(x: Any, call: Call, arguments: dict[str, Any]) -> Any:
     if ablation is not None or replacement is not None:
         amount = fitted(1.0 if ablation is None else ablation, tensor)
         mixed = blend(fitted(0.0 if replacement is None else replacement, tensor), amount)
-        changed = mixed.meet(changed, call)
+        changed = mixed.apply_checked(changed, call)
     if offset is not None:
-        changed = add(fitted(offset, tensor)).meet(changed, call)
+        changed = add(fitted(offset, tensor)).apply_checked(changed, call)
     return set_part(x, path, changed)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hookline.edits import restoring
 from hookline.errors import PlaceError, PlaceNotFound
-from hookline.places.resolution import Place, resolve
+from hookline.places.grammar import Place
+from hookline.places.resolution import resolve
 from hookline.places.tree import walk
 
 __all__ = [

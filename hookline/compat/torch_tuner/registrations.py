@@ -33,7 +33,8 @@ from hookline.engine.hooking import hook
 from hookline.errors import ChangeError, NotCaptured, PlaceError, PlaceNotFound
 from hookline.isolation.isolated_runs import isolated
 from hookline.isolation.model_calls import call_model
-from hookline.places.resolution import Place, Where
+from hookline.places.grammar import Place
+from hookline.places.resolution import Where
 from hookline.selecting import select
 from hookline.values.nested import Part, leaves
 

@@ -72,9 +72,9 @@ class Update(Change):
 
     def _changed(self, value: Tensor, values: Any, call: Call) -> Tensor:
         if values is not None:
-            value = replace(values).meet(value, call)
+            value = replace(values).apply_checked(value, call)
         if self.noise is not None:
-            value = scale(self.noise).meet(value, call)
+            value = scale(self.noise).apply_checked(value, call)
         return value
 
 
