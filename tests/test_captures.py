@@ -42,6 +42,17 @@ def test_of_a_glob_one_must_fire_and_the_others_are_explained():
     assert "unused" not in record
 
 
+@pytest.mark.parametrize("where", [("*", "unused"), ("unused", "*")])
+def test_a_literal_place_that_never_fires_raises_beside_a_glob_that_did(where):
+    model = OneOfTwo(2)
+    remedy = r"A capture of '\*\*' shows what is called"
+    with pytest.raises(hl.NeverFired, match=rf"'unused'.*was not called.*{remedy}") as caught:
+        with hl.capture(model, *where):
+            model(torch.ones(1, 2))
+    assert caught.value.record.places() == ["used"]
+    assert_clean(model)
+
+
 def test_of_a_glob_none_fired_raises():
     model = OneOfTwo(2)
     with pytest.raises(hl.NeverFired, match="nor any other of the 2 places that match"):

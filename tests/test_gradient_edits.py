@@ -943,3 +943,31 @@ def test_an_edit_of_a_gradient_without_a_backward_says_to_run_one():
             model(torch.ones(1, 2))
         assert caught.value.remedy == "Run the forward and the backward inside the `with`."
     assert_clean(model)
+
+
+# -- arguments passed by name ---------------------------------------------------------------------
+
+
+class DoublesInPlace(nn.Module):
+    """Doubles its argument in place, which its caller passes by position or by name."""
+
+    def forward(self, x):
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_tensor_that_a_module_changes_in_place_and_returns_is_not_copied_by_an_edit(by_name):
+    def run(x):
+        h = x * 1
+        y = doubles(x=h) if by_name else doubles(h)
+        y.add_(1)
+        return h
+
+    doubles, x = DoublesInPlace(), torch.randn(3, requires_grad=True)
+    expected = run(x)
+    with hl.edit(doubles, ":grad_output", lambda g: g * 3):
+        found = run(x)
+        found.sum().backward()
+    assert torch.equal(found, expected)
+    assert torch.equal(x.grad, torch.full((3,), 6.0))
+    assert_clean(doubles)

@@ -873,3 +873,17 @@ def test_layers_of_torch_tell_the_same_with_and_without_a_hook_before_each_call(
         return found
 
     assert told(nn.Linear, nn.SiLU) == told(OwnLinear, OwnSiLU)
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_cast_of_the_modules_own_adds_up_its_uses_in_the_dtype_of_the_cast(leaf):
+    def uses_a_cast(x):
+        h = x.to(torch.bfloat16)
+        return h * 3.1 + h * 0.013
+
+    model, x = Giving(uses_a_cast), torch.randn(64, requires_grad=True)
+    given = x if leaf else x * 1
+    with hl.capture(model, ":grad_input") as record:
+        model(given).float().pow(2).sum().backward()
+    assert torch.equal(record[":grad_input"], x.grad)
+    assert_clean(model)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from models import hidden_states
+from models import Giving, hidden_states
 from oracles import assert_clean
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -281,6 +281,22 @@ def test_operators_have_torchs_names(name):
     with hl.capture(model, f"/{name}") as record:
         expected = model(x)
     assert torch.equal(record[f"/{name}"], expected)
+
+
+REFLECTED = {
+    "div": lambda x: 2 / x, "pow": lambda x: 2**x, "floor_divide": lambda x: 2 // x,
+    "remainder": lambda x: 2 % x, "bitwise_not": lambda x: ~(x > 1), "bitwise_or":
+    lambda x: (x > 1) | (x < 0), "bitwise_xor": lambda x: (x > 1) ^ (x < 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFLECTED)
+def test_operators_with_the_tensor_on_the_right_and_of_booleans_have_torchs_names(name):
+    model, x = Giving(REFLECTED[name]), torch.rand(3, 3) + 0.5
+    with hl.capture(model, f"/{name}") as record:
+        expected = model(x)
+    assert torch.equal(record[f"/{name}"], expected)
+    assert torch.equal(expected, REFLECTED[name](x))
 
 
 def test_a_name_that_is_not_called_is_an_error_that_lists_those_that_are():

@@ -687,6 +687,17 @@ def test_the_placement_of_each_value_is_recorded_and_the_parts_make_the_whole(gr
     assert "Shard(dim=2)" in row or "S(2)" in row, row
 
 
+@pytest.mark.parametrize("option", ["at", "transform"])
+@on_ranks
+def test_the_plan_tells_no_placement_of_what_is_made_of_a_value(option):
+    made = {"at": np.s_[:, 0], "transform": lambda value: value[:, 0]}[option]
+    model = parallel()
+    with hl.capture(model, "up", **{option: made}) as record:
+        model(mine(tokens()))
+    assert record["up"].shape == (2, 4)  # a part of rows of 8, along a dimension that is now 1
+    assert record.placement("up") is None
+
+
 @on_ranks
 def test_gradients_under_tensor_parallelism_are_those_of_the_whole_model():
     from torch.distributed.tensor import DTensor
@@ -955,6 +966,21 @@ def test_the_plans_of_prepared_inputs_and_outputs_are_read():
     assert record.placement("2") == shard(2)
     assert record.placement("1") is None
     assert record["2"].shape == (2, 6, 2)
+
+
+@on_ranks
+def test_the_plan_of_a_module_of_which_only_the_inputs_are_prepared_is_read():
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
+
+    prepared = PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
+    )
+    model = parallelize_module(nn.Sequential(nn.GELU()), mesh(), {"0": prepared})
+    with hl.capture(model, "0:input") as record:
+        model(mine(tokens()))
+    assert torch.equal(record["0:input"], tokens())
+    assert record.placement("0:input") == replicate()
 
 
 # -- without ranks --------------------------------------------------------------------------------

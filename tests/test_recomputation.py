@@ -545,4 +545,21 @@ def test_an_edit_that_divides_a_tensor_divides_it_in_the_recomputation(mode, pla
         return x.grad
 
     torch.testing.assert_close(gradient(run_in(mode)), gradient(without_checkpoint))
+
+
+@pytest.mark.parametrize("port", ["grad_input", "grad_output"])
+def test_a_call_that_ran_again_and_got_no_gradient_does_not_say_that_no_backward_ran_it(port):
+    unused, used = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def region(x):
+        unused(x)
+        return used(x)
+
+    model = nn.ModuleList([unused, used])
+    x = torch.randn(2, 3, requires_grad=True)
+    with hl.capture(model, f"0:{port}", f"1:{port}") as record:
+        checkpoint(region, x, use_reentrant=True).sum().backward()
+    assert torch.equal(record[f"1:{port}"], x.grad if port == "grad_input" else torch.ones(2, 3))
+    with pytest.raises(hl.GradientNotAvailable, match="no gradient arrived"):
+        record[f"0:{port}"]
     assert_clean(model)
