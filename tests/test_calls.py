@@ -1,5 +1,6 @@
 """Captures of some calls: `capture(..., calls=)`."""
 
+import contextlib
 import gc
 import json
 import re
@@ -424,3 +425,32 @@ def test_a_record_moved_to_another_device_keeps_the_numbers():
     for place in ("layer", "layer:grad_output"):
         assert [n for n, _ in moved.numbered(place)] == [1, 3]
         assert torch.equal(moved[place, 3], record[place, 3])
+
+
+class Failing(nn.Module):
+    """Raises in its first calls, then returns its input."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.left = times
+
+    def forward(self, x):
+        self.left -= 1
+        if self.left >= 0:
+            raise ValueError("not yet")
+        return x
+
+
+@pytest.mark.parametrize("calls", [0, slice(0, 2)])
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_number_is_kept_once_though_calls_raise_and_are_tried_again(failures, calls):
+    model = nn.Sequential(Failing(failures))
+    inputs = [torch.full((2,), float(n)) for n in range(3)]
+    with hl.capture(model, "0:input", calls=calls) as record:
+        for x in inputs:
+            with contextlib.suppress(ValueError):
+                model(x)
+    # The first complete call has the number 0; without one, the first attempt has it.
+    assert torch.equal(record["0:input", 0], inputs[failures % 3])
+    numbers = [number for number, _ in record.numbered("0:input")]
+    assert numbers == sorted(set(numbers))

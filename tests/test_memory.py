@@ -423,3 +423,20 @@ def test_captures_of_gradients_keep_no_graph_that_a_running_module_has_dropped()
     with hl.capture(model, ":grad_input", "**:grad_input"):
         model(torch.ones(3, requires_grad=True) * 1).sum().backward()
     assert model.alive == 1
+
+
+@pytest.mark.parametrize("keep", ["all", "last"])
+def test_a_gradient_that_is_a_small_part_of_a_large_one_keeps_only_its_own_memory(keep):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Linear(4, 4), nn.Linear(4, 100_000)
+
+        def forward(self, x):
+            return torch.cat([self.small(x), self.large(x)], 1)
+
+    model = Both()
+    with hl.capture(model, "small:grad_output", keep=keep) as record:
+        model(torch.randn(2, 4)).square().sum().backward()
+    gradient = record["small:grad_output"]
+    assert gradient.untyped_storage().nbytes() <= 8 * gradient.nbytes

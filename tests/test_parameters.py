@@ -819,3 +819,18 @@ def test_a_weight_that_is_computed_at_each_call_is_told_with_what_it_is_made_of(
     told = f"'weight' is there as a plain tensor.*computed at each call.*'0.{closest}'"
     with pytest.raises(hl.PlaceNotFound, match=told):
         hl.edit(model, "0.weight", hl.zero()).attach()
+
+
+def test_an_edit_that_its_own_function_removes_leaves_nothing_behind():
+    model = nn.Sequential(nn.Linear(4, 4))
+    before = model[0].weight.detach().clone()
+
+    def change(value):
+        handle.remove()
+        return value * 2
+
+    handle = hl.edit(model, "0.weight", change)
+    handle.attach()
+    assert hl.attached(model) == []
+    assert torch.equal(model[0].weight, before)
+    assert_clean(model)

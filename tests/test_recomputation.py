@@ -563,3 +563,16 @@ def test_a_call_that_ran_again_and_got_no_gradient_does_not_say_that_no_backward
     with pytest.raises(hl.GradientNotAvailable, match="no gradient arrived"):
         record[f"0:{port}"]
     assert_clean(model)
+
+
+@pytest.mark.parametrize("port", ["grad_output", "grad_input"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_where_nothing_requires_grad_that_is_the_reason_in_a_region_too(reentrant, port):
+    model = nn.Sequential(nn.Linear(3, 3))
+    for parameter in model.parameters():
+        parameter.requires_grad_(requires_grad=not reentrant)
+    run = run_in(reentrant)
+    with hl.capture(model, f"0:{port}") as record, torch.set_grad_enabled(reentrant):
+        run(model, X)
+    with pytest.raises(hl.GradientNotAvailable, match="did not require grad"):
+        record[f"0:{port}"]

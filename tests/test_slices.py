@@ -1,5 +1,6 @@
 """`at=`: slices that are kept and slices that are changed."""
 
+import contextlib
 import re
 
 import numpy as np
@@ -483,3 +484,65 @@ def test_what_is_no_index_is_refused_before_the_forward(at):
             with context:
                 raise AssertionError("the block was entered")
     assert_clean(model)
+
+
+@pytest.mark.parametrize("where", ["*", "*:input", "*:inputs", "**.weight"])
+def test_a_slice_that_fits_no_match_of_a_glob_raises_at_exit(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with pytest.raises(hl.NeverFired, match="does not fit"):
+        with hl.capture(model, where, at=np.s_[:, 1:, 1]):
+            model(torch.randn(2, 4))
+    assert_clean(model)
+
+
+def test_a_slice_that_does_not_fit_raises_a_public_error():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(hl.errors.ChangeError) as caught, hl.edit(model, "0", hl.zero(), at=9):
+        model(torch.randn(2, 4))
+    assert type(caught.value) is hl.errors.ChangeError
+
+
+def test_a_slice_without_gradients_is_not_called_attached():
+    x = torch.randn(2, 3, requires_grad=True)
+    model = nn.Identity()
+    with hl.capture(model, "", at=np.s_[:, :2]) as record, torch.no_grad():
+        model(x)
+    assert not record[""].requires_grad
+    assert "attached" not in repr(record)
+
+
+def fails_from(first):
+    """Return a function of a value that raises from its n-th call on."""
+    values = []
+
+    def function(value):
+        values.append(value)
+        if len(values) > first:
+            raise LookupError("bad")
+        return value
+
+    return function
+
+
+@pytest.mark.parametrize("keep", ["all", "last"])
+@pytest.mark.parametrize("where", ["0", "0:input", "0:inputs"])
+def test_a_function_that_raises_is_the_reason_at_any_port(where, keep):
+    model = nn.Sequential(nn.Linear(4, 4))
+    reason = "function in transform= raised LookupError: bad"
+    capture = hl.capture(model, where, transform=fails_from(0), keep=keep)
+    with pytest.raises(hl.NeverFired, match=reason), capture, contextlib.suppress(LookupError):
+        model(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("where", ["0", "0:input", "0:inputs"])
+def test_a_call_whose_function_raised_is_told_beside_one_that_was_kept(where):
+    model = nn.Sequential(nn.Linear(4, 4))
+    with hl.capture(model, where, transform=fails_from(1)) as record:
+        model(torch.randn(2, 4))
+        with pytest.raises(LookupError):
+            model(torch.randn(2, 4))
+    kept, missing = record.calls(where)
+    assert kept is not None
+    assert missing is None
+    with pytest.raises(hl.NotCaptured, match="raised LookupError: bad"):
+        record[where, 1]

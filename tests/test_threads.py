@@ -440,3 +440,16 @@ def test_an_edit_of_a_parameter_that_is_left_in_another_thread_leaves_no_hooks_i
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert torch.func.grad(lambda value: model(value).sum())(x).shape == x.shape
     assert_clean(model)
+
+
+@pytest.mark.parametrize("threads", ["own", "all"])
+def test_an_operation_in_another_thread_is_told_also_beside_its_module(threads):
+    class Doubling(nn.Module):
+        def forward(self, x):
+            return x.mul(2)
+
+    model = Doubling()
+    capture = hl.capture(model, "/mul", "", threads=threads)
+    with pytest.raises(hl.NeverFired, match="another"), capture:
+        in_thread(model, torch.ones(2))
+    assert_clean(model)

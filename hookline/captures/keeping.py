@@ -147,10 +147,11 @@ class Options:
             try:
                 kept = value.detach() if self.detach and value.requires_grad else value
                 piece = kept[self.at]
-                if not piece.requires_grad:
-                    return compact_snapshot(piece), None
-                piece = piece.clone() if is_view(piece) else piece
-                return piece, version_of(piece)
+                if piece.requires_grad and is_view(piece):
+                    piece = piece.clone()  # without gradients, only the view requires grad
+                if piece.requires_grad:
+                    return piece, version_of(piece)
+                return compact_snapshot(piece), None
             except (IndexError, TypeError, ValueError, RuntimeError):
                 pass  # it does not fit
         return self.keeps(value)

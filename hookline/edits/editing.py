@@ -66,18 +66,22 @@ class EditHandler(Handler):
         change = partial(self._changed, Call(self, call))
         try:
             new = change(value) if self.at is None else put(value, self.at, change)
+        except Misfit as error:
+            raise self._noted(error.at_place(str(self.place), "changed")) from error.__cause__
         except Exception as error:
-            if isinstance(error, Misfit):
-                error.name_place(str(self.place), "changed")
-            else:
-                add_place(error, self)
-            if self.note:
-                error.add_note(self.note)
+            add_place(error, self)
+            self._noted(error)
             raise
         if not self.empty:
             self.fired += 1
             self.lacking -= {call.number}
         return new
+
+    def _noted(self, error: Exception) -> Exception:
+        """Add the note of the edit, if it has one, to an error."""
+        if self.note:
+            error.add_note(self.note)
+        return error
 
     def _changed(self, call: Call, value: Any) -> Any:
         self.empty = self.at is not None and value.numel() == 0

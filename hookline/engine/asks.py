@@ -89,7 +89,9 @@ class Ask:
 class Plan:
     """All that is asked of a module. Modules of which the same is asked share one plan."""
 
-    def __init__(self, asks: Sequence[Ask], takes_cache: bool = False) -> None:
+    def __init__(
+        self, asks: Sequence[Ask], takes_cache: bool = False, has_operations: bool = False
+    ) -> None:
         def of_port(*ports: str) -> tuple[Ask, ...]:
             return tuple([ask for ask in asks if ask.port in ports])
 
@@ -102,6 +104,7 @@ class Plan:
         assert sum(map(len, found)) == len(asks), "a port is not known"
         self.gradients = bool(self.grad_inputs or self.grad_outputs)
         self.takes_cache = takes_cache  # whether its calls tell the steps of a generation
+        self.has_operations = has_operations  # whether something is asked of its operations
         apart = any(ask.paired for ask in asks)
         # Whether something must be known of a call before it begins.
         self.paired = bool(self.inputs or self.values or self.gradients or takes_cache or apart)
@@ -113,7 +116,7 @@ class Plan:
         # Whether only whole outputs and gradients are looked at: see `Tracer._end_ordinary`.
         looks = all(ask.is_whole and ask.keep_gradient is not None for ask in asks)
         named = any(ask.port in ("input", "inputs", "grad_inputs") for ask in asks)
-        self.light = self.gradients and looks and not named
+        self.light = self.gradients and looks and not (named or has_operations)
 
     @cached_property
     def unpaired(self) -> Plan:

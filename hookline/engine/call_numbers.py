@@ -83,9 +83,9 @@ class CallNumbers:
         """Return True if a call is run again now, in this thread."""
         return subject in self._regions and self._regions[subject].is_recomputing()
 
-    def is_in_region(self, subject: Subject, number: int) -> bool:
-        """Return True if a call ran inside a checkpointed region."""
-        return subject in self._regions and self._regions[subject].has(number)
+    def gives_graph_later(self, subject: Subject, number: int) -> bool:
+        """Return True if a call ran without a graph, which its recomputation makes."""
+        return subject in self._regions and self._regions[subject].gives_graph_later(number)
 
     def will_be_repeated(self, subject: Subject) -> bool:
         """Return True if calls may still be run again."""

@@ -74,9 +74,11 @@ class Regions:
         if changing and not self._began_inside:
             self._began_inside = any(map(_will_run, _running_regions(within=True)))
 
-    def has(self, number: int) -> bool:
-        """Return True if a call ran inside a region."""
-        return any(number == one for calls in self._calls.values() for one, _ in calls)
+    def gives_graph_later(self, number: int) -> bool:
+        """Return True if a call ran without a graph, which its recomputation makes."""
+        # Of the kinds of regions, only the `ctx` of an autograd function has next nodes.
+        again = [calls for r, calls in self._calls.items() if getattr(r, "next_functions", ())]
+        return any((number, False) in calls for calls in again)
 
     def next_repeated(self) -> tuple[int, bool] | None:
         """Count a call that a backward runs again; return the call that it repeats.

@@ -49,7 +49,7 @@ __all__ = [
     "DIVIDED", "LEAF", "NONE_CAME", "NOT_AGAIN", "NO_GRAD", "NO_TENSOR", "PASSED_ON",
     "VIEW_CHANGED", "Edge", "alias", "gate_of", "grouped", "is_gate", "is_usable", "leading",
     "made_since", "makes_its_output", "mark_gate", "note_given", "note_recomputed", "tensors_in",
-    "watch_ordinary_output", "watch_outputs", "watch_tensor", "without",
+    "watch_ordinary_output", "watch_outputs", "watch_tensor", "why_no_gradient",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
@@ -141,11 +141,11 @@ def is_usable(tensor: Tensor) -> bool:
     return True
 
 
-def without(handler: Handler, value: Any, call: RunningCall) -> tuple[str, str]:
+def why_no_gradient(handler: Handler, value: Any, call: RunningCall) -> tuple[str, str]:
     """Explain why no gradient comes for a value, none of whose tensors has one."""
     if not leaves(value):
         return NO_TENSOR
-    waits = not call.recomputed and handler.is_in_region(call.number)
+    waits = not call.recomputed and handler.gives_graph_later(call.number)
     return NOT_AGAIN if waits else NO_GRAD
 
 
@@ -185,7 +185,7 @@ def watch_outputs(handler: Handler, value: Any, output: Any, call: RunningCall) 
     found = grouped(value) if torch.is_grad_enabled() else []
     handler.expect(value, number, found)
     if not found:
-        handler.explain(number, *without(handler, value, call))
+        handler.explain(number, *why_no_gradient(handler, value, call))
     whole = found if value is output else grouped(output)
     several = {id(tensor) for tensor, paths in whole if len(paths) > 1}
     reused = set[int]() if len(whole) < 2 else _reused(output, call.sequence)

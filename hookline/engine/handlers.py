@@ -192,9 +192,9 @@ class Handler:
             parts.pop((), None)
         self.remember(self.reasons, number, parts)
 
-    def is_in_region(self, number: int) -> bool:
-        """Return True if a call ran inside a checkpointed region."""
-        return cast("Tracer", self.tracer()).numbers.is_in_region(self.subject, number)
+    def gives_graph_later(self, number: int) -> bool:
+        """Return True if a call ran without a graph, which its recomputation makes."""
+        return cast("Tracer", self.tracer()).numbers.gives_graph_later(self.subject, number)
 
     def why(self, number: int | None = None) -> tuple[str, str] | None:
         """Return why a call, or the first such call, gave nothing, with the remedy, if known."""

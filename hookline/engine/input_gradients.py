@@ -157,7 +157,7 @@ def watch_inputs(handler: Handler, output: Any, call: RunningCall) -> None:
         gradients.note_recomputed(handler, number)
     handler.expect(noted.value, number, [(tensor, [path]) for tensor, path in noted.tensors])
     if not noted.tensors:
-        handler.explain(number, *gradients.without(handler, noted.value, call))
+        handler.explain(number, *gradients.why_no_gradient(handler, noted.value, call))
         return
     changed = [path for path, gate, version in noted.gates if version_of(gate) != version]
     if changed and handler.replaces:

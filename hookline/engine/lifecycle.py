@@ -78,6 +78,9 @@ class Entering:
         self._attached = attached
         try:
             self._start(attached)
+            if not self._open:  # a function that was called meanwhile has removed it
+                self._stop()
+                return
             self._unseen = not compiler_is_loaded()
             if not self._unseen:
                 compiling.suspend(self, self._runs_compiled())

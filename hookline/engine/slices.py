@@ -52,11 +52,12 @@ class Slice:
 
 
 class Misfit(ChangeError):
-    """A slice does not fit a value; `name_place` adds the place."""
+    """A slice does not fit a value; `at_place` gives the public error, which names the place."""
 
-    def name_place(self, place: str, verb: str) -> None:
-        """Say at which place the slice was to be changed, or measured."""
-        self.asked = f"A slice of the value at {place!r} was to be {verb}:"
+    def at_place(self, place: str, verb: str) -> ChangeError:
+        """Return the error that says at which place the slice was to be changed, or measured."""
+        asked = f"A slice of the value at {place!r} was to be {verb}:"
+        return ChangeError(asked, self.found, self.remedy)
 
 
 def check_at(at: Any, targets: Callable[[], Iterable[Target]]) -> None:

@@ -122,7 +122,9 @@ class Tracer(ModuleHooks):
         self.plans = {id(module): plan for plan, modules in planned for module in modules}
         for plan, modules in planned:
             ends = plan.paired or plan.outputs or plan.gradients
-            if plan.paired or not ends:  # the pre-hook of others only keeps the context alive
+            # That of operations sees calls of other threads; that of parameters does nothing but
+            # keep the context alive.
+            if plan.paired or plan.has_operations or not ends:
                 self.put_before(modules, self.before)
             if plan.takes_kwargs:
                 self.put_after(modules, self.after_with_kwargs, with_kwargs=True)
@@ -164,10 +166,10 @@ class Tracer(ModuleHooks):
         plans: dict[Any, Plan] = {}
         found: dict[Plan, list[nn.Module]] = {}
         for module, asks in wanted.items():
-            kind = (asks, True) if module in takers else asks
+            kind = asks, module in takers, id(module) in self.operations
             plan = plans.get(kind)
             if plan is None:
-                plan = plans[kind] = Plan(asks, module in takers)
+                plan = plans[kind] = Plan(*kind)
                 plan.light = plan.light and self.owner is not None  # else numbers need the lock
             if plan.light and not plan.grad_inputs and gradients.makes_its_output(module):
                 plan = plan.unpaired
@@ -570,8 +572,9 @@ class Tracer(ModuleHooks):
     def _explain(self, ask: Ask, subject: Subject, number: Any, error: Exception) -> None:
         """Explain an error that a function of the user's raised: in a note, and in the log."""
         add_place(error, self.handler(subject, ask))
-        if ask.port not in INPUT_PORTS:  # a call that raises before it began has no number
-            self.events.append((subject, ask, number, ask.explain(error)))
+        # A call that raises before it began has no number of its own: a later one may get the same.
+        log = self.events if number is None or ask.port not in INPUT_PORTS else self.late
+        log.append((subject, ask, number, ask.explain(error)))
 
     def _log(self, subject: Subject, ask: Ask, number: int | None, kept: Any) -> None:
         self.events.append((subject, ask, number, kept))
@@ -616,12 +619,14 @@ class Tracer(ModuleHooks):
         logged = {event[:3] for event in self.events}
         places = {event[:2] for event in logged}
         for event in late:
-            # A later call may have the same number, and a complete one counts more.
-            single = self.keep != "all" or type(event[3]) is Missing
-            if not (event[2] is not None and event[:3] in logged) and not (
-                single and event[:2] in places
-            ):
+            if event[2] is None:
+                single = self.keep != "all" or type(event[3]) is Missing
+                known = single and event[:2] in places
+            else:  # a later call may have the same number, and a complete one counts more
+                known = event[:3] in logged
+            if not known:
                 self.events.append(event)
+                logged.add(event[:3])
 
     # -- reading --------------------------------------------------------------------------------
 

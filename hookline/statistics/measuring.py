@@ -249,8 +249,7 @@ class _Measuring(Entering):
             try:
                 value = take(value, self._at)
             except Misfit as error:
-                error.name_place(str(place), "measured")
-                raise
+                raise error.at_place(str(place), "measured") from error.__cause__
         _, tensor = only_tensor(value, lambda: f"The value at {str(place)!r}")
         if place not in self.found.statistics:
             self.found.statistics[place] = {k: one.fresh() for k, one in self._kinds.items()}
