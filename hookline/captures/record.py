@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from hookline.captures.entries import Order
 from hookline.engine.call_choice import Calls, ranges
-from hookline.engine.gradients import NONE_CAME
-from hookline.engine.reasons import needs_backward, reason
+from hookline.engine.reasons import reason
 from hookline.errors import (
     GradientNotAvailable,
     HooklineError,
@@ -269,7 +268,8 @@ class Record:
 
     def unfired(self) -> dict[Place, str]:
         """The places that were asked for and hold nothing, with the reason."""
-        missing = {p: self._why(one) for p, one in self._named().items() if not one.holds}
+        empty = {place: one for place, one in self._named().items() if not one.holds}
+        missing = {place: " ".join(self._why(one)).strip() for place, one in empty.items()}
         return {**missing, **self._refused}
 
     def __contains__(self, where: Any) -> bool:
@@ -458,8 +458,8 @@ class Record:
                 return handler, target.parts[len(parts) :]
         return None
 
-    def _why(self, handler: CaptureHandler) -> str:
-        """Explain why a place holds nothing."""
+    def _why(self, handler: CaptureHandler) -> tuple[str, str]:
+        """Explain why a place holds nothing; return what was found, and what to do."""
         model = None if self._model is None else self._model()
         return reason(handler, model, any(other.holds for other in self._handlers))
 
@@ -470,11 +470,10 @@ class Record:
         if handler.holds:
             return kept
         if not gradient:
-            raise _never_fired(self._place(handler), self._why(handler))
+            raise _never_fired(self._place(handler), *self._why(handler))
         asked = f"The gradient at {str(self._place(handler))!r} was asked for:"
-        found = self._why(handler)  # which also looks for what was lost
-        remedy = NONE_CAME[1] if needs_backward(found) else _UNFIRED
-        raise GradientNotAvailable(asked, *(handler.why() or (found, remedy)))
+        found, remedy = self._why(handler)
+        raise GradientNotAvailable(asked, found, remedy or _UNFIRED)
 
     def _read(self, handler: CaptureHandler, kept: Kept | None, parts: Path, call: int) -> Any:
         """A value, or a part of it, if it is what it was when it was captured."""
@@ -536,8 +535,8 @@ def _checks(kept: Kept) -> dict[int, tuple[int, Tensor | None]] | None:
     return {id(value): (checks, None)} if isinstance(checks, int) else checks
 
 
-def _never_fired(place: str, why: str) -> NeverFired:
-    return NeverFired(f"The value at {str(place)!r} was asked for:", why, _UNFIRED)
+def _never_fired(place: str, found: str, remedy: str = "") -> NeverFired:
+    return NeverFired(f"The value at {str(place)!r} was asked for:", found, remedy or _UNFIRED)
 
 
 def _split(key: Any) -> tuple[Any, int | None]:

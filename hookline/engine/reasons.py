@@ -1,8 +1,7 @@
 """Why nothing happened at a place: the reasons that errors and `record.unfired()` give.
 
-- `reason(handler, model, others)`: why nothing happened, in one sentence
+- `reason(handler, model, others)`: why nothing happened, and what to do
 - `never_fired(handler, verb, model, others, matches)`: the error for it
-- `needs_backward(found)`: whether a gradient is missing where a forward or a backward may be
 """
 
 from __future__ import annotations
@@ -20,35 +19,38 @@ from hookline.errors import NeverFired
 from hookline.places.grammar import is_gradient
 from hookline.places.tree import walk
 
-__all__ = ["needs_backward", "never_fired", "reason"]
+__all__ = ["never_fired", "reason"]
 
-_NO_GRADIENT = gradients.NONE_CAME[0]
 _NAME_OTHERS = "Name calls that come, or a slice of calls: one of those is enough."
-_UNCALLED = "its module was not called"
+_SHOW_ALL = "A capture of '**' shows what is called, in record.places() and record.unfired()."
 
 
-def reason(handler: Handler, model: Any, others: bool) -> str:
-    """Explain why nothing happened at a place; `others` tells whether something did elsewhere."""
+def reason(handler: Handler, model: Any, others: bool) -> tuple[str, str]:
+    """Explain why nothing happened at a place; return what was found, and what to do about it.
+
+    `others` tells whether something happened elsewhere. What to do is "" where nothing special is
+    known.
+    """
     target, tracer = handler.target, handler.tracer()
     handler.explain_lost()
     if handler.untold:
         call, unknown = next(iter(handler.untold.items()))
-        return f"call {call} cannot be told: {unknown.found} {unknown.remedy}"
+        return f"call {call} cannot be told: {unknown.found}", unknown.remedy
     why = handler.why()
     if why is not None:
-        return " ".join(why).strip()
+        return why
     if handler.silent and target.port != "grad":
-        return handler.silent
+        return handler.silent, ""
     if tracer is not None and tracer.foreign_calls(handler):
-        return _foreign(handler, tracer.foreign_calls(handler))
+        return _foreign(handler, tracer.foreign_calls(handler)), ""
     if target.operation is not None and not _calls_of(handler):
-        return not_called(
-            target.operation, () if tracer is None else tracer.called_in(target.ident)
-        )
+        names = () if tracer is None else tracer.called_in(target.ident)
+        remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
+        return not_called(target.operation, names), remedy
     if _came(handler)[0]:
         return _none_meant(handler)
     if target.port == "grad":
-        return handler.silent or _NO_GRADIENT
+        return handler.silent or gradients.NONE_CAME[0], gradients.NONE_CAME[1]
     return _uncalled(model, handler, others)
 
 
@@ -60,50 +62,42 @@ def _foreign(handler: Handler, count: int) -> str:
     return f"its module was called {count}×, but from another thread or task than this: {also}"
 
 
-def _uncalled(model: Any, handler: Handler, others: bool) -> str:
+def _uncalled(model: Any, handler: Handler, others: bool) -> tuple[str, str]:
     """Explain why a module was not called; the likeliest cause first."""
     ident = handler.target.ident
     named = walk(model) if isinstance(model, nn.Module) else [("", None)]
     path = next((path for path, module in named if module is None or id(module) == ident), None)
     if path is None:
-        return "its module was taken out of the model while this was open."
+        return "its module was taken out of the model while this was open.", ""
     if path.endswith("out_proj"):
         parent = model.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
-            return (
-                "nn.MultiheadAttention uses the weights of its out_proj without ever calling it; "
-                "ask for the attention module's own output."
-            )
+            found = "nn.MultiheadAttention uses the weights of its out_proj without ever calling "
+            return found + "it; ask for the attention module's own output.", ""
+    found = "its module was not called. Its forward may have been called directly"
     if not others:
-        return (
-            f"{_UNCALLED}, nor any other that was asked for. Most likely the model "
+        found = (
+            "its module was not called, nor any other that was asked for. Most likely the model "
             "was called before or after the `with`, and not inside it. Or its forward was called "
-            "directly, as in module.forward(x), which runs no hooks, or its weights used without "
-            "it, or the code that calls it was not reached."
+            "directly"
         )
-    return (
-        f"{_UNCALLED}. Its forward may have been called directly, as in "
-        "module.forward(x), which runs no hooks, or its weights used without it, or the code that "
-        "calls it was not reached."
-    )
+    found += ", as in module.forward(x), which runs no hooks, or its weights used without it, or "
+    found += "the code that calls it was not reached."
+    return found, gradients.NONE_CAME[1] if is_gradient(handler.target.port) else ""
 
 
-def _none_meant(handler: Handler) -> str:
+def _none_meant(handler: Handler) -> tuple[str, str]:
     """Explain why nothing happened at a place although its module was called."""
-    calls, (_, came) = handler.ask.calls, _came(handler)
-    done = "changed" if handler.replaces else "kept"
+    calls, came = handler.ask.calls, _came(handler)[1]
+    nothing = f"{came}, and no call was {'changed' if handler.replaces else 'kept'}"
     if _came_before(handler):
-        return f"{came}, and no call was {done}: calls= names others, counted from 0."
+        return f"{nothing}: calls= names others, counted from 0.", _NAME_OTHERS
     if is_gradient(handler.target.port):
-        return handler.silent or f"{came}, but {_NO_GRADIENT}"
+        found, remedy = gradients.NONE_CAME
+        return handler.silent or f"{came}, but {found}", remedy
     if calls is not None and calls.step is not None:
-        return f"{came}, and no call was {done}: none was of the step {calls.shown}."
-    return f"{came}, and no call was {done}: calls= names others, counted from 0."
-
-
-def needs_backward(found: str) -> bool:
-    """Return True if a gradient is missing, for this reason, since no forward or backward came."""
-    return _NO_GRADIENT in found or found.startswith(_UNCALLED)
+        return f"{nothing}: none was of the step {calls.shown}.", ""
+    return f"{nothing}: calls= names others, counted from 0.", ""
 
 
 def never_fired(handler: Handler, verb: str, model: Any, others: bool, matches: str) -> NeverFired:
@@ -114,25 +108,14 @@ def never_fired(handler: Handler, verb: str, model: Any, others: bool, matches: 
     missed = handler.tally()[1]
     if missed and (handler.fired or (handler.lacking and _came(handler)[0])):
         return _missed_calls(handler, verb)
-    place, target = str(handler.place), handler.target
-    asked = f"Nothing happened at {place!r}"
-    if handler.ask.calls is not None and handler.untold:
-        call, unknown = next(iter(handler.untold.items()))
-        asked = f"The calls {handler.ask.calls.shown} at {place!r} were asked for:"
-        return NeverFired(asked, f"call {call} cannot be told: {unknown.found}", unknown.remedy)
-    if handler.losses:
-        return NeverFired(f"{asked}:", *gradients.VIEW_CHANGED)
-    remedy = "A capture of '**' shows what is called, in record.places() and record.unfired()."
-    if target.operation is not None and not _calls_of(handler):
-        remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
-    elif _came_before(handler):
-        remedy = _NAME_OTHERS
-    found, why = reason(handler, model, others), handler.why()
-    if is_gradient(target.port) and needs_backward(found):
-        remedy = gradients.NONE_CAME[1]
-    if why is not None:  # which says itself what to do
-        found, remedy = why[0], why[1] or remedy
-    return NeverFired(f"{asked}{matches}:", found, remedy)
+    place, calls = str(handler.place), handler.ask.calls
+    asked = f"Nothing happened at {place!r}{matches}:"
+    if calls is not None and handler.untold:
+        asked = f"The calls {calls.shown} at {place!r} were asked for:"
+    elif handler.losses:
+        return NeverFired(f"Nothing happened at {place!r}:", *gradients.VIEW_CHANGED)
+    found, remedy = reason(handler, model, others)
+    return NeverFired(asked, found, remedy or _SHOW_ALL)
 
 
 def _missed_calls(handler: Handler, verb: str) -> NeverFired:

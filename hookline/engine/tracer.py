@@ -261,7 +261,7 @@ class Tracer(ModuleHooks):
         try:
             kept = whole.keep(output)
         except Exception as error:
-            self._explain(whole, id(module), number, error)
+            self._explain(self.events, whole, id(module), number, error)
             raise
         self.events.append((id(module), whole, number, kept))
         return None
@@ -513,7 +513,15 @@ class Tracer(ModuleHooks):
         """Keep a value that comes as a call begins, until the call is complete."""
         if not self._is_settled(ask, subject):
             number = None if ask.calls is None else call.number
-            kept = self._kept(ask, subject, number, value, shared)
+            keep = cast(Any, ask.keep_copy if shared else ask.keep)
+            try:
+                kept = keep(value)
+            except Exception as error:
+                if ask.port in INPUT_PORTS:  # a call that raises before it began leaves its number
+                    self._explain(self.late, ask, subject, call.number, error)
+                else:
+                    self._explain(self.events, ask, subject, number, error)
+                raise
             call.pending.append((subject, ask, number, kept))
             if type(kept) is Missing:
                 return
@@ -558,22 +566,18 @@ class Tracer(ModuleHooks):
 
     # -- logging --------------------------------------------------------------------------------
 
-    def _kept(
-        self, ask: Ask, subject: Subject, number: Any, value: Any, shared: bool = False
-    ) -> Any:
-        """Return what is kept of a value."""
-        keep = cast("Any", ask.keep_copy if shared else ask.keep)
+    def _kept(self, ask: Ask, subject: Subject, number: int, output: Any) -> Any:
+        """Return what is kept of an output."""
+        assert ask.keep is not None
         try:
-            return keep(value)
+            return ask.keep(output)
         except Exception as error:
-            self._explain(ask, subject, number, error)
+            self._explain(self.events, ask, subject, number, error)
             raise
 
-    def _explain(self, ask: Ask, subject: Subject, number: Any, error: Exception) -> None:
-        """Explain an error that a function of the user's raised: in a note, and in the log."""
+    def _explain(self, log: Any, ask: Ask, subject: Subject, number: Any, error: Exception) -> None:
+        """Explain an error that a function of the user's raised: in a note, and in a log."""
         add_place(error, self.handler(subject, ask))
-        # A call that raises before it began has no number of its own: a later one may get the same.
-        log = self.events if number is None or ask.port not in INPUT_PORTS else self.late
         log.append((subject, ask, number, ask.explain(error)))
 
     def _log(self, subject: Subject, ask: Ask, number: int | None, kept: Any) -> None:
@@ -622,8 +626,8 @@ class Tracer(ModuleHooks):
             if event[2] is None:
                 single = self.keep != "all" or type(event[3]) is Missing
                 known = single and event[:2] in places
-            else:  # a later call may have the same number, and a complete one counts more
-                known = event[:3] in logged
+            else:  # a complete call may have got the same number since
+                known = event[:3] in logged or event[2] < self.numbers.completed[event[0]]
             if not known:
                 self.events.append(event)
                 logged.add(event[:3])
