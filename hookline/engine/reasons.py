@@ -42,7 +42,7 @@ def reason(handler: Handler, model: Any, others: bool) -> tuple[str, str]:
     if handler.silent and target.port != "grad":
         return handler.silent, ""
     if tracer is not None and tracer.foreign_calls(handler):
-        return _foreign(handler, tracer.foreign_calls(handler)), ""
+        return _foreign(handler, tracer.foreign_calls(handler))
     if target.operation is not None and not _calls_of(handler):
         names = () if tracer is None else tracer.called_in(target.ident)
         remedy = f"List them with hookline.select(model, '{target.path}/*', inputs=batch)."
@@ -54,12 +54,12 @@ def reason(handler: Handler, model: Any, others: bool) -> tuple[str, str]:
     return _uncalled(model, handler, others)
 
 
-def _foreign(handler: Handler, count: int) -> str:
+def _foreign(handler: Handler, count: int) -> tuple[str, str]:
     """Explain that all calls belonged to other threads and tasks."""
-    also = "threads='all' takes those calls too."
+    remedy = "threads='all' takes those calls too."
     if handler.target.operation is not None:
-        also = "threads='all' takes those of tasks; operations in other threads are never seen."
-    return f"its module was called {count}×, but from another thread or task than this: {also}"
+        remedy = "threads='all' takes those of tasks; operations in other threads are never seen."
+    return f"its module was called {count}×, but from another thread or task than this.", remedy
 
 
 def _uncalled(model: Any, handler: Handler, others: bool) -> tuple[str, str]:
