@@ -200,7 +200,7 @@ class Context(Entering):
         tracer = self._tracer
         if tracer is None:
             return None
-        for subject in tracer.changed:
+        for subject in [*tracer.changed]:  # other threads may still add to it
             if tracer.numbers.will_be_repeated(subject):
                 name = first_names(self._model).get(module_id(subject), "")
                 return undone_too_early(f"{self._verb} changed a call of {name!r}")

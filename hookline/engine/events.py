@@ -49,7 +49,8 @@ class SingleEvents(dict[tuple[Subject, Ask], tuple[Event, int]]):
         self[key] = event if is_before == (self.keep == "first") else held, count + 1
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([event for event, _ in self.values()])
+        held = [*self.values()]  # other threads may still append
+        return iter([event for event, _ in held])
 
 
 def make_log(keep: Keep) -> Any:

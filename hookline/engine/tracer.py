@@ -687,7 +687,8 @@ class Tracer(ModuleHooks):
         """
         found: dict[Ask, set[Subject]] = defaultdict(set)
         asks = {ask for ask, _ in self.places.entries}
-        called = {subject for subject, count in self.numbers.completed.items() if count}
+        calls = [*self.numbers.completed.items()]  # other threads may still add to it
+        called = {subject for subject, count in calls if count}
         captured = [ask for ask in asks if ask.keep is not None and is_gradient(ask.port)]
         for ask in captured:
             found[ask] |= called if ask.target is None else {ask.target.key}
