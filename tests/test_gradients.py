@@ -887,3 +887,21 @@ def test_a_cast_of_the_modules_own_adds_up_its_uses_in_the_dtype_of_the_cast(lea
         model(given).float().pow(2).sum().backward()
     assert torch.equal(record[":grad_input"], x.grad)
     assert_clean(model)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_attached_gradient_that_was_changed_is_refused_on_read(nested):
+    model = nn.Sequential(Giving(lambda x: {"h": x * 2} if nested else x * 2))
+    x = torch.ones(3, requires_grad=True)
+    with hl.capture(model, "0:grad_output") as record:
+        out = model(x)
+        loss = (out["h"] if nested else out).square().sum()
+        torch.autograd.grad(loss, x, create_graph=True)
+    kept = record["0:grad_output"]
+    gradient = kept["h"] if nested else kept
+    assert gradient.requires_grad
+    assert "attached" in repr(record)
+    with torch.no_grad():
+        gradient.zero_()
+    with pytest.raises(hl.ValueChanged, match="changed in place"):
+        record["0:grad_output"]

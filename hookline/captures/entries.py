@@ -1,6 +1,7 @@
 """The calls of one place in order: one of many is found without going through the others.
 
 - `Entries`: calls by position, each with what was kept of it
+- `checks_of(kept)`: what to check of a value on reading
 - `Order`: the calls and backward passes of gradients, in order
 - `Kept`: what is kept of a value
 """
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
-__all__ = ["Entries", "Kept", "Order"]
+__all__ = ["Entries", "Kept", "Order", "checks_of"]
 
 # What is kept of a value: the value and what to check on reading. None: nothing (a snapshot). An
 # int: the version of the tensor that it is. A dict: versions, and twins of parameters, by id.
@@ -24,6 +25,14 @@ Kept = tuple[Any, "int | dict[int, tuple[int, Tensor | None]] | None"]
 Arrived: TypeAlias = Mapping[tuple[int, int], Any]  # gradients by call and backward pass
 
 _NONE = -2  # instead of a backward pass, whose numbers are -1 or more: none came so far
+
+
+def checks_of(kept: Kept) -> dict[int, tuple[int, Tensor | None]]:
+    """Return what to check of a value on reading, by the ids of its tensors."""
+    value, checks = kept
+    if isinstance(checks, int):
+        return {id(value): (checks, None)}
+    return checks or {}
 
 
 class Entries(Sequence[tuple[int, "Kept | None"]]):

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.captures.entries import Entries, Kept, Order
+from hookline.captures.entries import Entries, Kept, Order, checks_of
 from hookline.engine.asks import Ask, Missing
 from hookline.engine.events import Keep
 from hookline.engine.generation import FORGOTTEN, Step, Untold
@@ -398,7 +398,6 @@ class CaptureHandler(Handler):
         checks: dict[int, Any] = {}
         for paths in groups:
             for path in paths if paths[0] in parts else ():
-                value, check = parts[paths[0]]
-                shape = set_part(shape, path, value)
-                checks |= check if isinstance(check, dict) else {}
+                shape = set_part(shape, path, parts[paths[0]][0])
+                checks |= checks_of(parts[paths[0]])
         return call, (shape, checks or None)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
-from hookline.captures.entries import Order
+from hookline.captures.entries import Order, checks_of
 from hookline.engine.call_choice import Calls, ranges
 from hookline.engine.reasons import reason
 from hookline.errors import (
@@ -314,7 +314,7 @@ class Record:
             for number, kept in handler.values:
                 if kept is not None:
                     value = map_leaves(move, self._read(handler, kept, (), number))
-                    kept = value, _checks(kept)
+                    kept = value, checks_of(kept)
                 other.values.append((number, kept))
             for key, parts in handler.grads.items():
                 other.grads[key] = {path: (move(one[0]), one[1]) for path, one in parts.items()}
@@ -487,7 +487,7 @@ class Record:
             asked = f"The gradient at {str(self._place(handler))!r}, call {call}, was asked for:"
             found, remedy = "none arrived for that call.", "record.calls(place) has None there."
             raise GradientNotAvailable(asked, found, remedy)
-        value, checks = kept[0], _checks(kept)
+        value, checks = kept[0], checks_of(kept)
         try:
             value = get_part(value, parts) if parts else value
         except LookupError as error:
@@ -496,7 +496,7 @@ class Record:
             asked = f"{show_path(parts)} of the value at {place!r} was asked for:"
             raise NotCaptured(asked, f"{error}.", remedy) from None
         for path, tensor in leaves(value):
-            found = unreadable(tensor, *(checks or {}).get(id(tensor), (None, None)))
+            found = unreadable(tensor, *checks.get(id(tensor), (None, None)))
             if found is not None:
                 raise ValueChanged(
                     f"The value at {str(self._place(handler)) + show_path((*parts, *path))!r} was "
@@ -527,12 +527,6 @@ def first_value(record: Record, where: Any) -> Any:
 def captured_by_place(record: Record) -> Mapping[Place, CaptureHandler]:
     """Return what a record holds by place, in model order."""
     return record._named()
-
-
-def _checks(kept: Kept) -> dict[int, tuple[int, Tensor | None]] | None:
-    """What to check of a value on reading, by the ids of its tensors."""
-    value, checks = kept
-    return {id(value): (checks, None)} if isinstance(checks, int) else checks
 
 
 def _never_fired(place: str, found: str, remedy: str = "") -> NeverFired:
