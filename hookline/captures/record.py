@@ -317,7 +317,7 @@ class Record:
                     kept = value, checks_of(kept)
                 other.values.append((number, kept))
             for key, parts in handler.grads.items():
-                other.grads[key] = {path: (move(one[0]), one[1]) for path, one in parts.items()}
+                other.grads[key] = {p: (move(one[0]), checks_of(one)) for p, one in parts.items()}
             moved.append(other)
         record = Record(None, moved, self._refused)
         record._model = self._model
