@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hookline.captures.entries import Entries, Kept, Order, checks_of
 from hookline.engine.asks import Ask, Missing
 from hookline.engine.events import Keep
-from hookline.engine.generation import FORGOTTEN, Step, Untold
+from hookline.engine.generation import FORGOTTEN, Step, UnknownStep
 from hookline.engine.handlers import Handler, add_place
 from hookline.engine.slices import Misfit, Slice, spelled, take
 from hookline.errors import SeveralTensors
@@ -37,9 +37,9 @@ from hookline.values.snapshots import (
     unreadable,
 )
 
-__all__ = ["PLAIN", "WHOLE", "CaptureAsk", "CaptureHandler", "Kept", "Options"]
+__all__ = ["PLAIN", "SINGLE_TENSOR", "CaptureAsk", "CaptureHandler", "Kept", "Options"]
 
-WHOLE: tuple[Any, list[list[Path]]] = (None, [[()]])  # the structure of a plain tensor
+SINGLE_TENSOR: tuple[Any, list[list[Path]]] = (None, [[()]])  # the structure of a plain tensor
 _RECENT = 64  # calls whose gradients may still come, where not all are kept
 _FORGOTTEN = (
     f"it came when {_RECENT} other calls had none so far, and what the value was is forgotten.",
@@ -51,7 +51,7 @@ Freeze = Callable[[Tensor], Tensor]
 
 @dataclass(eq=False)
 class Options:
-    """What is kept of a value."""
+    """The options of a capture: what is kept of a value."""
 
     at: Any = None
     transform: Callable[[Any], Any] | None = None
@@ -173,7 +173,7 @@ PLAIN = Options()
 
 
 class CaptureAsk(Ask):
-    """What a capture asks of modules: to log what is kept of their values."""
+    """The ask of a capture: modules log what is kept of their values."""
 
     def __init__(self, port: str, options: Options, **place: Any) -> None:
         super().__init__(port, CaptureHandler, replaces=False, **place)
@@ -189,7 +189,7 @@ class CaptureAsk(Ask):
 
 
 class CaptureHandler(Handler):
-    """What was captured at one place: one entry for each call, and backward pass of gradients."""
+    """The values of one place: one entry for each call, and backward pass of gradients."""
 
     ask: CaptureAsk
 
@@ -279,30 +279,30 @@ class CaptureHandler(Handler):
     def wants(self, number: int, step: Step | None) -> bool:
         wanted = super().wants(number, step)
         if wanted:
-            self.lacking -= {number}
+            self.calls_missing -= {number}
         return wanted
 
-    def leave_out(self, number: int, why: Untold) -> None:
-        if why is not FORGOTTEN and (self.options.keep == "all" or not self.untold):
-            self.untold[number] = why
+    def refuse_unknown(self, number: int, why: UnknownStep) -> None:
+        if why is not FORGOTTEN and (self.options.keep == "all" or not self.unknown_steps):
+            self.unknown_steps[number] = why
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def several(self, number: int, path: Path) -> None:
+    def note_shares(self, number: int, path: Path) -> None:
         if self.options.derives:
             self.shared.add((number, path))
 
-    def divided(self, number: int, path: Path) -> None:
-        for paths in self.shapes.get(number, WHOLE)[1]:
+    def explain_separated(self, number: int, path: Path) -> None:
+        for paths in self.shapes.get(number, SINGLE_TENSOR)[1]:
             for one in paths if path in paths else ():
-                super().divided(number, one)
+                super().explain_separated(number, one)
 
     def expect(self, value: Any, number: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         whole = isinstance(value, Tensor)
         if self.options.keep != "all" and (whole or not tensors):
             return  # what is not known by then is whole
         shape = None if whole else map_leaves(lambda leaf: None, value)
-        paths = WHOLE[1] if whole else [paths for _, paths in tensors]
+        paths = SINGLE_TENSOR[1] if whole else [paths for _, paths in tensors]
         self.remember(self.shapes, number, (shape, paths))
 
     def remember(self, entries: dict[int, Any], number: int, entry: Any) -> None:
@@ -378,12 +378,12 @@ class CaptureHandler(Handler):
             first, self.shaped = self.shaped, tracer.numbers.completed.get(self.subject, 0)
             for call in range(first, self.shaped):
                 if call not in self.reasons:
-                    self.shapes.setdefault(call, WHOLE)
+                    self.shapes.setdefault(call, SINGLE_TENSOR)
 
     def _gather(self, key: tuple[int, int]) -> tuple[int, Kept | None]:
         """Put the gradients of one call and backward pass together; None if there are none."""
         call, arrived = key[0], self.grads.get(key, {})
-        shape, groups = self.shapes.get(call, WHOLE)
+        shape, groups = self.shapes.get(call, SINGLE_TENSOR)
         parts = dict(arrived)
         for path in [path for path in arrived if (call, path) in self.shared]:
             if unreadable(arrived[path][0], None, None) is None:

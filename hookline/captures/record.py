@@ -53,7 +53,7 @@ _UNFIRED = "record.unfired() lists all places without values."
 
 
 class Record:
-    """What a capture has kept, by place and call. Reading never changes it.
+    """The values of a capture, by place and call. Reading never changes it.
 
     >>> from hookline import capture
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -103,7 +103,7 @@ class Record:
 
     @property
     def _handlers(self) -> Sequence[CaptureHandler]:
-        """What was captured, by place, with all that was logged so far."""
+        """The values of each place, with all that was logged so far."""
         if self._tracer is None:
             return self._held
         if not self._open and self._held:
@@ -117,7 +117,7 @@ class Record:
     # -- reading --------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> Any:
-        """The value at a place, or with `record[place, n]` that of its n-th call.
+        """Return the value at a place, or with `record[place, n]` that of its n-th call.
 
         Of a capture with `calls=`, n is the number that the call has among all.
         """
@@ -127,7 +127,7 @@ class Record:
         return self._read(handler, kept, parts, index)
 
     def _pick(self, handler: CaptureHandler, call: int | None) -> tuple[int, Kept | None]:
-        """What is kept of one call, or of the only one."""
+        """Return what is kept of one call, or of the only one."""
         kept = self._kept(handler)
         if handler.ask.calls is not None and call is not None and call >= 0:
             return self._numbered(handler, kept, call)
@@ -151,7 +151,7 @@ class Record:
     def _numbered(
         self, handler: CaptureHandler, kept: Entries, call: int
     ) -> tuple[int, Kept | None]:
-        """What is kept of a call, where only some were asked for."""
+        """Return what is kept of a call, where only some were asked for."""
         found = kept.of_call(call)
         if len(found) == 1:
             return call, found[0]
@@ -160,11 +160,11 @@ class Record:
         if found:
             several = f"There are {len(found)} gradients of it, one a backward."
             raise SeveralCalls(asked, several, f"Read record.numbered({place!r}).")
-        if call in handler.untold:
+        if call in handler.unknown_steps:
             raise NotCaptured(
                 asked,
-                f"It cannot be told: {handler.untold[call].found}",
-                handler.untold[call].remedy,
+                f"It cannot be told: {handler.unknown_steps[call].found}",
+                handler.unknown_steps[call].remedy,
             )
         never = calls.step is None and calls.cover(call)
         why = "It never came." if never else f"The capture was for others: calls={calls.shown}."
@@ -173,20 +173,20 @@ class Record:
 
     def _check_told(self, handler: CaptureHandler) -> None:
         """Refuse to read all calls, if some may be missing."""
-        for call, why in handler.untold.items():
+        for call, why in handler.unknown_steps.items():
             calls = cast("Calls", handler.ask.calls).shown
             asked = f"The calls {calls} at {str(self._place(handler))!r} were asked for."
             raise NotCaptured(asked, f"Call {call} cannot be told: {why.found}", why.remedy)
 
     def calls(self, where: Any) -> list[Any]:
-        """The values at a place, always a list: one for each call, and backward pass of gradients.
+        """Return the values at a place, one for each call, and backward pass of gradients.
 
         Of a capture with `calls=`, one for each call that was asked for; see `numbered`.
         """
         return [value for _, value in self.numbered(where)]
 
     def numbered(self, where: Any) -> list[tuple[int, Any]]:
-        """The same values with the numbers by which `record[place, n]` reads them."""
+        """Return the values at a place with the numbers by which `record[place, n]` reads them."""
         handler, parts = self._find(where)
         kept = self._kept(handler)
         self._check_told(handler)
@@ -197,7 +197,7 @@ class Record:
         return found
 
     def of_call(self, where: Any, call: int) -> Any:
-        """The value of one call of the module; an error if several backward passes gave one."""
+        """Return the value of one call; raise NotCaptured if several backward passes gave one."""
         handler, parts = self._find(where)
         found = self._kept(handler).of_call(call)
         if len(found) == 1:
@@ -211,19 +211,19 @@ class Record:
         return self._find(where)[0].slicing
 
     def tensor(self, where: Any) -> Tensor:
-        """The only tensor in the value at a place; an error that lists the parts otherwise."""
+        """Return the only tensor in the value at a place; an error otherwise lists the parts."""
         return only_tensor(self[where], lambda: f"The value at {where!r}")[1]
 
     def cat(self, where: Any, dim: int = 0) -> Tensor:
-        """The tensors of all calls at a place, joined along a dimension."""
+        """Return the tensors of all calls at a place, joined along a dimension."""
         return torch.cat(self._tensors(where), dim)
 
     def stack(self, where: Any, dim: int = 0) -> Tensor:
-        """The tensors of all calls at a place, stacked along a new dimension."""
+        """Return the tensors of all calls at a place, stacked along a new dimension."""
         return torch.stack(self._tensors(where), dim)
 
     def placement(self, where: Any, call: int = 0) -> tuple[Any, ...] | None:
-        """How the only tensor at a place is spread over ranks: a placement for each mesh dimension.
+        """Return how the only tensor at a place is spread over ranks, by mesh dimension.
 
         Those of a DTensor, or those that the plan of `parallelize_module` gives what a module
         returns: a plain tensor that is only this rank's part. None if neither is known, as for all
@@ -249,25 +249,25 @@ class Record:
         return [only_tensor(value, lambda: f"The value at {where!r}")[1] for value in found]
 
     def places(self) -> list[Place]:
-        """The places that hold values, in model order."""
+        """Return the places that hold values, in model order."""
         return [place for place, handler in self._named().items() if handler.holds]
 
     def keys(self) -> list[Place]:
-        """The same as `places()`: with it, `dict(record)` works."""
+        """Return the places, as `places()` does; with it, `dict(record)` works."""
         return self.places()
 
     def items(self) -> Iterator[tuple[Place, Any]]:
-        """Every place with its value, once for each call."""
+        """Yield every place with its value, once for each call."""
         for place in self.places():
             for value in self.calls(place):
                 yield place, value
 
     def values(self) -> Iterator[Any]:
-        """Every value, once for each call, in the order of `items()`."""
+        """Yield every value, once for each call, in the order of `items()`."""
         return (value for _, value in self.items())
 
     def unfired(self) -> dict[Place, str]:
-        """The places that were asked for and hold nothing, with the reason."""
+        """Return the places that were asked for and hold nothing, with the reason."""
         empty = {place: one for place, one in self._named().items() if not one.holds}
         missing = {place: " ".join(self._why(one)).strip() for place, one in empty.items()}
         return {**missing, **self._refused}
@@ -301,7 +301,7 @@ class Record:
         return sum(tables.bytes_of(tensor) for tensor in found.values())
 
     def to(self, device: torch.device | str) -> Record:
-        """The same record with its tensors on another device."""
+        """Return the record with its tensors on another device."""
         place = cast(torch.device, as_device(device, "record.to"))
 
         def move(leaf: Any) -> Any:
@@ -353,7 +353,7 @@ class Record:
         return title, rows
 
     def _which(self, handler: CaptureHandler) -> str:
-        """The numbers of the calls that are kept, if others were not asked for."""
+        """Return the numbers of the calls that are kept, if others were not asked for."""
         if handler.ask.calls is None:
             return ""
         kept = [number for number, one in handler.entries() if one is not None]
@@ -362,7 +362,7 @@ class Record:
     # -- finding --------------------------------------------------------------------------------
 
     def _named(self) -> dict[Place, CaptureHandler]:
-        """The handlers by place, in model order."""
+        """Return the handlers by place, in model order."""
         if self._places is not None:
             return self._places
         model = None if self._model is None else self._model()
@@ -436,7 +436,7 @@ class Record:
         return NotCaptured(f"{where!r} was asked of a record.", found, remedy)
 
     def _is_there(self, target: Target) -> bool:
-        """Whether the module of a target stands in the model where it was found."""
+        """Return True if the module of a target stands in the model where it was found."""
         model = None if self._model is None else self._model()
         if model is None or target.attribute is not None:
             return model is not None

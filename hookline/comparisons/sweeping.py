@@ -27,7 +27,7 @@ from hookline.comparisons.sweep_runs import (
 )
 from hookline.edits.changes import Change
 from hookline.edits.ready_changes import patch
-from hookline.engine.context import settled
+from hookline.engine.context import reusable
 from hookline.engine.gradients import NONE_CAME
 from hookline.errors import BatchError, GradientNotAvailable, NeverFired, PlaceError
 from hookline.isolation.backward import (
@@ -98,7 +98,7 @@ def sweep(
     Afterwards the model is as before. All runs draw the same random numbers.
     """
     check_model("sweep", model)
-    where, positions = settled(where), _settled(positions)
+    where, positions = reusable(where), _settled(positions)
     _check(select(model, where))
     if approximate and change is not patch:
         raise BatchError(

@@ -91,7 +91,7 @@ class _TreeHooks(ModuleHooks):
         """Record the start of a call; the pre-forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get() or module not in tree.numbers:
-            return self.stranger(module)
+            return self.foreign_call(module)
         return tree.begin(module, args, kwargs, _getframe(1), tree.inside is _frame(_UP))
 
     @outside_graphs
@@ -99,14 +99,14 @@ class _TreeHooks(ModuleHooks):
         """Record the end of a call; the forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get():
-            return self.stranger(module)
+            return self.foreign_call(module)
         return tree.end(output, _getframe(1))
 
-    def stranger(self, module: nn.Module) -> None:
+    def foreign_call(self, module: nn.Module) -> None:
         """Note a call of another thread, or of a copied module."""
         if self.tree is not None:
             self.tree.elsewhere.add(module)
-        super().stranger(module)
+        super().foreign_call(module)
 
 
 class _LeafHooks(_TreeHooks):
@@ -124,7 +124,7 @@ class _LeafHooks(_TreeHooks):
         """Record the start of a call; the pre-forward hook."""
         tree = self.tree
         if tree is None:
-            return self.stranger(module)
+            return self.foreign_call(module)
         try:
             # If the forward of the innermost call calls it, it is in this thread, too.
             usual = tree.inside is _getframe(_UP)
@@ -132,10 +132,10 @@ class _LeafHooks(_TreeHooks):
             usual = False
         if not usual:
             if self.owner not in ACTIVE.get():
-                return self.stranger(module)
+                return self.foreign_call(module)
             usual = tree.is_usual()
         if module not in tree.numbers:
-            return self.stranger(module)
+            return self.foreign_call(module)
         if tree.leaf is not None:
             tree.wake()
         one_tensor = usual and len(args) == 1 and type(args[0]) is Tensor
@@ -165,7 +165,7 @@ class _LeafHooks(_TreeHooks):
         """Record the end of a call; the forward hook."""
         tree = self.tree
         if tree is None or self.owner not in ACTIVE.get():
-            return self.stranger(module)
+            return self.foreign_call(module)
         if tree.leaf is not module:
             return tree.end(output, _getframe(1))
         tree.leaf = tree.guard = None

@@ -74,7 +74,7 @@ class EditHandler(Handler):
             raise
         if not self.empty:
             self.fired += 1
-            self.lacking -= {call.number}
+            self.calls_missing -= {call.number}
         return new
 
     def _noted(self, error: Exception) -> Exception:
@@ -86,7 +86,7 @@ class EditHandler(Handler):
     def _changed(self, call: Call, value: Any) -> Any:
         self.empty = self.at is not None and value.numel() == 0
         if self.empty:
-            self.silent = f"the slice at={self.at!r} of the value there is empty."
+            self.known_reason = f"the slice at={self.at!r} of the value there is empty."
         before = _versions(value) if isinstance(self.change, EditFunction) else None
         new = self.change.apply_checked(value, call)
         self.wrote = self.wrote or (before is not None and _versions(value) != before)
@@ -216,7 +216,7 @@ class edit(Context):
         calls = None if port == "value" else self._chosen
         kind = ParameterHandler if port == "value" else EditHandler
         make = partial(kind, change, self._at, self._note)
-        return Ask(port, make, calls=calls, paired=True, **place)
+        return Ask(port, make, calls=calls, needs_start=True, **place)
 
     def _caller_of(self, target: Target) -> nn.Module:
         if isinstance(target.module, torch.jit.ScriptModule):  # swapped now, not at a call

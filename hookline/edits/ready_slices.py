@@ -70,7 +70,7 @@ class last_token(Slice):
         mask: batch × position, nonzero where there is a token; padding on either side.
     """
 
-    whole = False
+    needs_full_last_dim = False
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = torch.as_tensor(mask)

@@ -53,20 +53,20 @@ class Ask:
         target: Target | None = None,
         calls: Calls | None = None,
         replaces: bool = True,
-        paired: bool = False,
+        needs_start: bool = False,
     ) -> None:
         self.port, self.parts, self.operation = port, parts, operation
         self.make = make
         self.target = target  # of a parameter or buffer
         self.calls = calls  # those that are meant; None for all
         self.replaces = replaces  # whether values may be replaced
-        self.paired = paired  # whether calls are told apart from their start
+        self.needs_start = needs_start  # whether calls are told apart from their start
 
     @property
     def is_whole(self) -> bool:
         """Return True if the whole values of all calls of a module are only looked at."""
         others = self.parts or self.operation or self.target or self.calls
-        return self.keep is not None and not (others or self.paired)
+        return self.keep is not None and not (others or self.needs_start)
 
     def subject_at(self, ident: int) -> Subject:
         """Return what events belong to if this is asked of the module with an id."""
@@ -105,22 +105,24 @@ class Plan:
         self.gradients = bool(self.grad_inputs or self.grad_outputs)
         self.takes_cache = takes_cache  # whether its calls tell the steps of a generation
         self.has_operations = has_operations  # whether something is asked of its operations
-        apart = any(ask.paired for ask in asks)
+        apart = any(ask.needs_start for ask in asks)
         # Whether something must be known of a call before it begins.
-        self.paired = bool(self.inputs or self.values or self.gradients or takes_cache or apart)
+        self.needs_start = bool(
+            self.inputs or self.values or self.gradients or takes_cache or apart
+        )
         # Whether calls in checkpointed regions are remembered, to know them in the backward.
         self.replaces = any(ask.replaces for ask in self.inputs + self.outputs)
         self.remembers = self.replaces or apart or self.gradients
         # Whether the forward hook gets the named arguments.
         self.takes_kwargs = any(ask.keep is None for ask in self.outputs)
-        # Whether only whole outputs and gradients are looked at: see `Tracer._end_ordinary`.
+        # Whether only whole outputs and gradients are looked at; see `Tracer._end_simple`.
         looks = all(ask.is_whole and ask.keep_gradient is not None for ask in asks)
         named = any(ask.port in ("input", "inputs", "grad_inputs") for ask in asks)
-        self.light = self.gradients and looks and not (named or has_operations)
+        self.simple = self.gradients and looks and not (named or has_operations)
 
     @cached_property
-    def unpaired(self) -> Plan:
-        """The same for a module of which nothing must be known before a call begins."""
+    def without_start(self) -> Plan:
+        """This plan for a module of which nothing must be known before a call begins."""
         plan = Plan((*self.outputs, *self.grad_outputs))
-        plan.paired = False
+        plan.needs_start = False
         return plan

@@ -37,7 +37,7 @@ class Anchored(Entering):
 
 
 class Attached(list[Any]):
-    """What is live on a model, in order of entering; `remove()` ends all of it."""
+    """The contexts that are live on a model, in order of entering; `remove()` ends all of them."""
 
     def remove(self, value: Any = None) -> None:
         """End one of the contexts, or all, last first."""

@@ -33,12 +33,12 @@ class Calls:
     shown: str = ""
 
     def cover(self, number: int) -> bool:
-        """Whether a call may be meant, as far as its number tells."""
+        """Return True if a call may be meant, as far as its number tells."""
         return self.step is not None or number in self.numbers
 
 
 def as_calls(calls: Which) -> Calls:
-    """The calls that were asked for; an error if they make no sense.
+    """Return the calls that were asked for; raise ChangeError if they make no sense.
 
     >>> as_calls({3, 1}).numbers, as_calls(slice(1, None)).cover(5), as_calls("prompt").step
     ([1, 3], True, 'prompt')
@@ -71,7 +71,7 @@ def _refused(calls: object) -> ChangeError:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Numbers in a few characters.
+    """Spell numbers in a few characters.
 
     >>> ranges([0, 1, 2, 5])
     '0-2, 5'

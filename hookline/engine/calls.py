@@ -40,8 +40,20 @@ class RunningCall:
     """
 
     __slots__ = (
-        "args", "edges", "frame", "given", "graph_discarded", "kwargs", "number", "ordinary",
-        "pending", "positional", "recomputed", "sequence", "step", "subject",
+        "args",
+        "edges",
+        "frame",
+        "given",
+        "graph_discarded",
+        "kwargs",
+        "number",
+        "pending",
+        "positional",
+        "recomputed",
+        "sequence",
+        "simple",
+        "step",
+        "subject",
     )  # fmt: skip
 
     def __init__(self, subject: Subject, frame: types.FrameType | None) -> None:
@@ -53,7 +65,7 @@ class RunningCall:
         self.recomputed = False
         # Of a recomputed call: whether the first run made the graph in use, not this one.
         self.graph_discarded = False
-        self.ordinary = False  # whether the shortcut for gradients takes it
+        self.simple = False  # whether the shortcut for gradients takes it
         self.step: Step | None = None  # of a generation, where calls are chosen by it
         self.positional = 0  # how many arguments were passed by position
         self.args: tuple[Any, ...] = ()  # the arguments, once the call is complete
@@ -67,7 +79,7 @@ class RunningCall:
 
     @property
     def serial(self) -> int:
-        """A number of this call that is the same for all contexts; it ends with the frame."""
+        """The number of this call, the same for all contexts; it ends with the frame."""
         assert self.frame is not None
         return self.frame.f_locals.setdefault(_SERIAL, next(SERIALS))
 

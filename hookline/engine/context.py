@@ -2,7 +2,7 @@
 
 - `Context`: the base class of `capture`, `edit`, `hook` and of the tools that look at values
 - `targets_of(context)`, `tracer_of(context)`, `see_own_calls(context)`: for the tools
-- `settled(where)`: places that can be gone through again
+- `reusable(where)`: places that can be gone through again
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from hookline.places.resolution import Request, Target, Where, resolve
 from hookline.places.tree import NamedModule, around, first_names
 from hookline.values.nested import Path
 
-__all__ = ["Context", "see_own_calls", "settled", "targets_of", "tracer_of"]
+__all__ = ["Context", "reusable", "see_own_calls", "targets_of", "tracer_of"]
 
 
-def settled(where: Any) -> Any:
+def reusable(where: Any) -> Any:
     """Return places that can be gone through again: iterators become lists."""
-    return [settled(w) for w in where] if hasattr(where, "__next__") else where
+    return [reusable(w) for w in where] if hasattr(where, "__next__") else where
 
 
 class Context(Entering):
-    """What the verbs that act at places have in common. Nothing acts before it is entered."""
+    """The base class of the verbs that act at places. Nothing acts before it is entered."""
 
     _owned = False  # whether it sees only the calls of the thread or task that entered it
     _keep: Keep = "all"  # what the log holds
@@ -53,7 +53,7 @@ class Context(Entering):
 
     def __init__(self, model: nn.Module | Tensor, wheres: Iterable[Where]) -> None:
         super().__init__(model)
-        self._wheres = tuple([w if isinstance(w, str) else settled(w) for w in wheres])
+        self._wheres = tuple([w if isinstance(w, str) else reusable(w) for w in wheres])
         self._requests: list[Request] = []
 
     # -- for subclasses -------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Context(Entering):
         if self._serial in active:
             ACTIVE.set(active - {self._serial})
 
-    def _settle(self) -> None:
+    def _after_block(self) -> None:
         if self._tracer is not None:
             self._tracer.leave_modes()
 
@@ -240,7 +240,9 @@ class Context(Entering):
             count += len(subjects)
             if not fired[ask].issuperset(subjects):
                 missing += [(subject, ask) for subject in subjects if subject not in fired[ask]]
-        lost = [key for key in missing if key in tracer.handlers and tracer.handlers[key].losses]
+        lost = [
+            key for key in missing if key in tracer.handlers and tracer.handlers[key].calls_lost
+        ]
         if missing and (request.literal or lost or len(missing) == count):
             matches = ""
             if count > 1 and not request.literal:

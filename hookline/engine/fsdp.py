@@ -53,7 +53,7 @@ def watch_later(handler: Handler) -> None:
     tensor = cast(Tensor, handler.target.tensor())
     if not is_lazy(tensor):
         watch_gathered(handler, tensor)
-        handler.silent = NOT_GATHERED
+        handler.known_reason = NOT_GATHERED
 
 
 def watch_gathered(handler: Handler, tensor: Tensor | None) -> None:

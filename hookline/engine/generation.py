@@ -1,7 +1,7 @@
 """Which step of a generation runs: the prompt, or generated tokens.
 
 - `Generation`: tells it, for the calls of a context's modules
-- `Untold`: why it cannot be told
+- `UnknownStep`: why it cannot be told
 - `Steps`: what was told of the calls of one module, for those that a backward runs again
 - `takers_above(model, modules)`: the modules by whose calls it is told
 
@@ -31,10 +31,11 @@ from torch import Tensor, nn
 
 from hookline.engine import arguments
 from hookline.engine.calls import is_over
+from hookline.engine.checkpointing import running_modules
 from hookline.torch_private import CALL_CODE
 from hookline.values.nested import leaves
 
-__all__ = ["FORGOTTEN", "Generation", "Step", "Steps", "Untold", "takers_above"]
+__all__ = ["FORGOTTEN", "Generation", "Step", "Steps", "UnknownStep", "takers_above"]
 
 # The names that transformers gives to the argument; a module that has none of them takes no cache.
 _NAMES = ("past_key_values", "cache_params", "past_key_value", "layer_past")
@@ -46,41 +47,41 @@ _ASSISTED = "assisted_generation"
 _RECENT = 64  # runs of calls of one kind that are remembered
 
 
-class Untold(NamedTuple):
+class UnknownStep(NamedTuple):
     """Why a call cannot be told to be of the prompt or of generated tokens."""
 
     found: str
     remedy: str = "Give numbers in calls=, which count all calls."
 
 
-Step: TypeAlias = Literal["prompt", "generated"] | Untold
+Step: TypeAlias = Literal["prompt", "generated"] | UnknownStep
 
 _WHOLE = "Give the whole model, the one whose generate() or forward is called."
-OUTSIDE = Untold("its module was called outside of every forward that takes a cache.", _WHOLE)
-UNKNOWN = Untold("the forward was given a cache that does not say whether it is empty.")
-CONTINUED = Untold(
+OUTSIDE = UnknownStep("its module was called outside of every forward that takes a cache.", _WHOLE)
+UNKNOWN = UnknownStep("the forward was given a cache that does not say whether it is empty.")
+CONTINUED = UnknownStep(
     "the forward was given a cache that holds tokens already, of layers before it or of a forward "
     "that was no step of this generate(): what comes may be more of a prompt, or generated tokens.",
     "If this is a part of a model, give the whole model; else numbers in calls=.",
 )
-CACHELESS = Untold(
+CACHELESS = UnknownStep(
     "without a cache (use_cache=False), a later forward of generate() holds the prompt and the "
     "generated tokens.",
     "Generate with a cache, or give numbers in calls=.",
 )
-CHUNK = Untold(
+CHUNK = UnknownStep(
     "generate() runs the prompt in chunks (prefill_chunk_size), and this may be one of them.",
     "Generate without prefill_chunk_size, or give numbers in calls=.",
 )
-ASSISTED = Untold(
+ASSISTED = UnknownStep(
     "the first forward of assisted decoding holds the prompt and candidates for the next tokens.",
     "Generate without an assistant, or give numbers in calls=.",
 )
-FORGOTTEN = Untold("a backward runs it again, and what it was of is forgotten.")
+FORGOTTEN = UnknownStep("a backward runs it again, and what it was of is forgotten.")
 
 
 class _Seen(threading.local):
-    """What runs in each thread."""
+    """The forwards and runs of one thread."""
 
     def __init__(self) -> None:
         self.forwards: list[tuple[FrameType, Step]] = []  # those that take a cache
@@ -99,14 +100,14 @@ class Generation:
         self.seen = _Seen()
 
     def running(self) -> list[tuple[FrameType, Step]]:
-        """The forwards that take a cache and run now, in this thread; of nested ones the first."""
+        """Return the forwards with a cache that run in this thread; of nested ones the first."""
         found = self.seen.forwards
         while found and is_over(found[-1][0]):  # it raised
             found.pop()
         return found
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any, caller: FrameType) -> Step:
-        """A module that takes a cache is called: the step that its forward is of."""
+        """Return the step that the forward of a module which takes a cache is of; it begins now."""
         running = self.running()
         found = _find(module, caller, running[-1][0] if running else None)
         if found is None and running:
@@ -117,21 +118,18 @@ class Generation:
         return step
 
     def leave(self, caller: FrameType) -> None:
-        """The call of such a module has ended."""
+        """Note that the forward of such a module has ended."""
         running = self.running()
         if running and running[-1][0] is caller:
             running.pop()
 
     def current(self, module: nn.Module, caller: FrameType) -> Step:
-        """The step that a call of any other module is of."""
+        """Return the step that a call of any other module is of."""
         running = self.running()
         if running:
             return running[-1][1]
-        frame: FrameType | None = caller
-        while frame is not None:
-            if frame.f_code is CALL_CODE and id(frame.f_locals["self"]) in self.encoders:
-                return "prompt"
-            frame = frame.f_back
+        if self.encoders & running_modules(caller):
+            return "prompt"
         found = _find(module, caller, None)
         if found is None or found.own or id(found.model) not in self.takers:
             return OUTSIDE
@@ -139,13 +137,13 @@ class Generation:
         return "prompt" if self._run_of(found.generate) is None else OUTSIDE
 
     def _run_of(self, generate: FrameType) -> _Run | None:
-        """What is known of a run, if it has begun to call the model."""
+        """Return what is known of a run, if it has begun to call the model."""
         config, runs = generate.f_locals.get("generation_config"), self.seen.runs
         runs[:] = [run for run in runs if run.config() is not None]
         return next((run for run in runs if run.config() is config), None)
 
     def _within(self, found: _Found, given: dict[Any, Any]) -> Step:
-        """The step that a forward inside generate() is of."""
+        """Return the step that a forward inside generate() is of."""
         run = self._run_of(found.generate)
         if not found.own:  # an encoder
             return _plain(given) if run is None and found.direct else _aside(found)
@@ -159,7 +157,7 @@ class Generation:
 
 
 class _Run:
-    """What is known of one run of generate()."""
+    """One run of generate(), as far as it is known."""
 
     begun = False
     whole = False  # whether the first forward had the whole prompt
@@ -176,21 +174,21 @@ class _Run:
         self.chunk: int | None = getattr(config, "prefill_chunk_size", None)
 
     def begin(self, found: _Found) -> None:
-        """A forward begins: each is given tensors of its own."""
+        """Note the tensors that a forward is given, by which its calls are known."""
         self.tensors = [weakref.ref(tensor) for tensor in found.tensors()]
 
     def is_in(self, found: _Found) -> bool:
-        """Whether a call belongs to the last forward."""
+        """Return True if a call belongs to the last forward."""
         known = [ref() for ref in self.tensors]
         tensors = found.tensors()
         return len(known) == len(tensors) > 0 and all(map(is_, known, tensors))
 
     def next(self, given: dict[Any, Any]) -> Step:
-        """The step that the next forward is of."""
+        """Return the step that the next forward is of."""
         begun, self.begun = self.begun, True
         if self.mode not in (*_PLAIN, _ASSISTED):
             found = f"what the forwards of generate() hold in the mode {self.mode!r} is not known."
-            return Untold(found)
+            return UnknownStep(found)
         if not begun:
             return ASSISTED if self.mode == _ASSISTED else _plain(given)
         cache = _cache_in(given)
@@ -214,7 +212,7 @@ class _Found(NamedTuple):
 
     @property
     def own(self) -> bool:
-        """Whether it is a forward of the model."""
+        """Return True if it is a forward of the model."""
         return self.call.f_locals["self"] is self.model
 
     @property
@@ -222,13 +220,13 @@ class _Found(NamedTuple):
         return self.between is None
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that the forward was given."""
+        """Return the tensors that the forward was given."""
         given = self.call.f_locals
         return [tensor for _, tensor in leaves((given["args"], given["kwargs"]))]
 
 
 def _find(module: nn.Module, caller: FrameType, until: FrameType | None) -> _Found | None:
-    """The innermost generate() above a call whose model holds the module."""
+    """Return the innermost generate() above a call whose model holds the module."""
     call: FrameType | None = None
     between: str | None = None
     frame: FrameType | None = caller
@@ -247,13 +245,15 @@ def _find(module: nn.Module, caller: FrameType, until: FrameType | None) -> _Fou
     return None
 
 
-def _aside(found: _Found) -> Untold:
+def _aside(found: _Found) -> UnknownStep:
     function = found.between or "another module"
-    return Untold(f"it was called in generate() by {function}, not as a step of the generation.")
+    return UnknownStep(
+        f"it was called in generate() by {function}, not as a step of the generation."
+    )
 
 
 def _plain(given: dict[Any, Any]) -> Step:
-    """The step that a forward is of, as far as its cache tells."""
+    """Return the step that a forward is of, as far as its cache tells."""
     filled = _is_filled(_cache_in(given))
     if filled is None:
         return UNKNOWN
@@ -264,7 +264,7 @@ def _plain(given: dict[Any, Any]) -> Step:
 
 
 def takers_above(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules of a model whose forward takes a cache, above these modules or among them."""
+    """Return the modules whose forward takes a cache, above these modules or among them."""
     wanted = {id(module) for module in modules}
     return [
         module
@@ -287,14 +287,14 @@ def _encoder_of(module: Any) -> set[int]:
 
 
 def _cache_in(given: dict[Any, Any]) -> Any:
-    """The cache among the arguments of a call."""
+    """Return the cache among the arguments of a call."""
     if given.get(_PAGED) is not None:
         return _PAGED
     return next((given[name] for name in _NAMES if given.get(name) is not None), None)
 
 
 def _is_filled(cache: Any) -> bool | None:
-    """Whether a cache holds tokens; None if it does not say."""
+    """Return whether a cache holds tokens; None if it does not say."""
     if cache is None:
         return False
     if isinstance(cache, (tuple, list, Tensor)):
@@ -317,20 +317,20 @@ def _length(cache: Any) -> int | None:
 
 
 class Steps:
-    """What was told of the calls of one module, for those that a backward runs again."""
+    """The steps of the calls of one module, for those that a backward runs again."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []  # calls from which on something else was told
         self.told: list[Step] = []
 
     def note(self, number: int, step: Step) -> None:
-        """A call was numbered."""
+        """Note the step of a call."""
         if not self.told or self.told[-1] != step:
             self.starts.append(number)
             self.told.append(step)
             del self.starts[:-_RECENT], self.told[:-_RECENT]
 
     def of(self, number: int) -> Step:
-        """What was told of a call."""
+        """Return the step of a call."""
         position = bisect_right(self.starts, number) - 1
         return self.told[position] if position >= 0 else FORGOTTEN

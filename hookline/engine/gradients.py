@@ -5,7 +5,7 @@ nested values. Instead, around the call of a module:
 
 - `watch_tensor`: the gradient of a parameter, a buffer or a plain tensor, before accumulation
 - `note_given` (before the call) and `watch_outputs` (after it): what flows into a module's outputs
-- `watch_ordinary_output`: the same for an output with nothing unusual about it, in less time
+- `watch_simple_output`: the same for an output with nothing unusual about it, in less time
 - `makes_its_output`: whether a module of torch's always returns a new tensor
 - all else: the pieces that `input_gradients.py` shares
 
@@ -46,10 +46,31 @@ if TYPE_CHECKING:
     from hookline.engine.tracer import Tracer
 
 __all__ = [
-    "DIVIDED", "LEAF", "NONE_CAME", "NOT_AGAIN", "NO_GRAD", "NO_TENSOR", "PASSED_ON",
-    "VIEW_CHANGED", "Edge", "alias", "gate_of", "grouped", "is_gate", "is_usable", "leading",
-    "made_since", "makes_its_output", "mark_gate", "note_given", "note_recomputed", "tensors_in",
-    "watch_ordinary_output", "watch_outputs", "watch_tensor", "why_no_gradient",
+    "DIVIDED",
+    "LEAF",
+    "NONE_CAME",
+    "NOT_AGAIN",
+    "NO_GRAD",
+    "NO_TENSOR",
+    "PASSED_ON",
+    "VIEW_CHANGED",
+    "Edge",
+    "alias",
+    "gate_of",
+    "grouped",
+    "is_gate",
+    "is_usable",
+    "leading",
+    "made_since",
+    "makes_its_output",
+    "mark_gate",
+    "note_given",
+    "note_recomputed",
+    "tensors_in",
+    "watch_outputs",
+    "watch_simple_output",
+    "watch_tensor",
+    "why_no_gradient",
 ]  # fmt: skip
 
 Edge = tuple[Any, int]
@@ -114,7 +135,7 @@ def watch_tensor(handler: Handler, tensor: Tensor | None) -> None:
         return
     hook = GradientHook.of(handler, -1)
     if is_view(tensor):
-        handler.guard(hook, tensor)
+        handler.watch_memory(hook, tensor)
     handler.tensor_hooks.put(tensor, hook.at_tensor)
 
 
@@ -210,7 +231,7 @@ def _watch_output(
     hook.muted = call.graph_discarded
     if is_gate(tensor.grad_fn, -call.serial):  # of an edit that was entered before
         if is_view(tensor):
-            handler.guard(hook, tensor)
+            handler.watch_memory(hook, tensor)
         handler.tensor_hooks.add(tensor.grad_fn, hook.at_gate)
         return tensor
     fresh, given, shared, base_fresh = _origin(tensor, call)
@@ -224,10 +245,10 @@ def _watch_output(
         return tensor
     if base_of(tensor) is not None:  # no local variable: `_owns_base` counts references
         own = base_fresh and not handler.replaces and _owns_base(tensor, output)
-        if own and alike(base_of(tensor), tensor):
+        if own and can_be_cut_out(base_of(tensor), tensor):
             hook.put_on_view(handler.tensor_hooks, tensor, base_of(tensor))
             return tensor
-        handler.guard(hook, tensor)
+        handler.watch_memory(hook, tensor)
     handler.tensor_hooks.put(tensor, hook.at_tensor)
     return tensor
 
@@ -272,7 +293,7 @@ def _owns_base(tensor: Tensor, output: Any) -> bool:
     return use_count(base) == 1 + len(views) and sum(v.numel() for v in views) <= base.numel()
 
 
-def alike(base: Tensor, view: Tensor) -> bool:
+def can_be_cut_out(base: Tensor, view: Tensor) -> bool:
     """Return True if a view's gradient can be cut out of its base's."""
     return base.dtype == view.dtype and 0 not in view.stride()
 
@@ -297,7 +318,7 @@ def _gate_output(
     gate = tensor.clone() if own else alias(tensor)
     node = mark_gate(gate, -call.serial)
     if not own:
-        handler.guard(hook, gate)
+        handler.watch_memory(hook, gate)
     for function in tuple((backward_hooks_of(tensor) or {}).values()):
         earlier = getattr(function, "__self__", None)  # captures that were entered before
         if isinstance(earlier, GradientHook) and not earlier.muted:
@@ -315,11 +336,11 @@ def _move_to_gate(
         return
     earlier.muted = True
     if twice:
-        owner.divided(earlier.number, earlier.path)
+        owner.explain_separated(earlier.number, earlier.path)
         return
     moved = GradientHook.of(owner, earlier.number, earlier.path)
     if view is not None:
-        owner.guard(moved, view)
+        owner.watch_memory(moved, view)
     owner.tensor_hooks.add(node, moved.at_gate)
 
 
@@ -382,7 +403,7 @@ def leading(
     return found
 
 
-# -- ordinary outputs -----------------------------------------------------------------------------
+# -- simple outputs -----------------------------------------------------------------------------
 
 # torch's own modules that return a new tensor: no input, and no view of one. Without this table a
 # capture of `grad_output` needs a hook before each call (1.84 instead of 1.65 times raw hooks).
@@ -401,7 +422,7 @@ def makes_its_output(module: nn.Module) -> bool:
     return not (forward_hooks_of(module) or forward_pre_hooks_of(module) or global_forward_hooks)
 
 
-def watch_ordinary_output(
+def watch_simple_output(
     tracer: Tracer, ask: Ask, subject: Subject, number: int, output: Any, start: int, given: Any
 ) -> bool:
     """Hook an output that the call has made; return False if the general way is needed.
@@ -420,7 +441,7 @@ def watch_ordinary_output(
         hook = GradientHook(tracer.ref, subject, ask, number)
         tracer.tensor_hooks.put(output, hook.deliver)
         return True
-    if not made_since(base.grad_fn, start) or not alike(base, output):
+    if not made_since(base.grad_fn, start) or not can_be_cut_out(base, output):
         return False
     if sys.getrefcount(base) > alone() or use_count(base) > 2:
         return False

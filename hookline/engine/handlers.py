@@ -23,7 +23,7 @@ from hookline.values.sharding import copied
 
 if TYPE_CHECKING:
     from hookline.engine.asks import Ask
-    from hookline.engine.generation import Step, Untold
+    from hookline.engine.generation import Step, UnknownStep
     from hookline.engine.tensor_hooks import GradientHook, TensorHooks
     from hookline.engine.tracer import Tracer
 
@@ -45,16 +45,18 @@ class Handler:
         self.seen = 0  # how many values came
         self.taken = 0  # how many events of the log were taken
         self.wrote = False  # whether a value was changed in place
-        self.silent = ""  # why nothing happened, where more is known than usual
+        self.known_reason = ""  # why nothing happened, where more is known than usual
         # Why a call gave nothing, by call and by path in the value, with the remedy.
         self.reasons: dict[int, dict[Path, tuple[str, str]]] = {}
-        self.guards: list[GradientHook] = []  # hooks that in-place changes may have cut off
+        self.memory_watches: list[GradientHook] = []  # hooks that in-place changes may have cut off
         # Of gradients, the calls for which some came, and those of which some was lost.
-        self.reached: dict[int, None] = {}
-        self.losses: list[int] = []
+        self.calls_with_gradient: dict[int, None] = {}
+        self.calls_lost: list[int] = []
         self.watched: list[weakref.ref[Tensor]] = []  # tensors whose gradients are watched
-        self.lacking = frozenset[int]() if ask.calls is None else ask.calls.named
-        self.untold: dict[int, Untold] = {}  # calls of which it is unknown whether they are meant
+        self.calls_missing = frozenset[int]() if ask.calls is None else ask.calls.named
+        self.unknown_steps: dict[
+            int, UnknownStep
+        ] = {}  # calls of which it is unknown whether they are meant
 
     @property
     def replaces(self) -> bool:
@@ -122,7 +124,7 @@ class Handler:
         if step == calls.step:
             return True
         if not isinstance(step, str):
-            self.leave_out(number, cast("Untold", step))
+            self.refuse_unknown(number, cast("UnknownStep", step))
         return False
 
     def may_want(self, number: int) -> bool:
@@ -130,7 +132,7 @@ class Handler:
         calls = self.ask.calls
         return calls is None or calls.step is not None or calls.numbers[-1] >= number
 
-    def leave_out(self, number: int, why: Untold) -> None:
+    def refuse_unknown(self, number: int, why: UnknownStep) -> None:
         """Raise ChangeError for a call whose step in a generation is unknown."""
         calls = self.ask.calls
         assert calls is not None
@@ -140,8 +142,8 @@ class Handler:
     def tally(self) -> tuple[list[int], list[int]]:
         """Return the calls at which this acted, and those at which it should have and did not."""
         named = () if self.ask.calls is None else self.ask.calls.named
-        missed = {*self.lacking, *(self.losses if self.replaces else ())}
-        return sorted({*(named or self.reached)} - missed), sorted(missed)
+        missed = {*self.calls_missing, *(self.calls_lost if self.replaces else ())}
+        return sorted({*(named or self.calls_with_gradient)} - missed), sorted(missed)
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -155,33 +157,33 @@ class Handler:
         call = RunningCall(self.subject, None)
         call.number = number
         new = self.receive(copied(grad), call)
-        self.remember(self.reached, number, None)
+        self.remember(self.calls_with_gradient, number, None)
         return None if new is UNCHANGED else new
 
     def expect(self, value: Any, number: int, tensors: Sequence[tuple[Tensor, list[Path]]]) -> None:
         """Note a call whose gradients will come, for these tensors of this value."""
 
-    def several(self, number: int, path: Path) -> None:
+    def note_shares(self, number: int, path: Path) -> None:
         """Note that the gradient at a path will come in several shares."""
 
-    def divided(self, number: int, path: Path) -> None:
+    def explain_separated(self, number: int, path: Path) -> None:
         """Explain that a tensor which is returned at several positions was separated."""
         self.explain(number, *gradients.DIVIDED, path=path)
 
-    def guard(self, hook: GradientHook, *tensors: Tensor) -> None:
+    def watch_memory(self, hook: GradientHook, *tensors: Tensor) -> None:
         """Remember a hook that is lost if the memory of these tensors is changed in place."""
-        hook.guard(*tensors)
-        guards = [*(old for old in self.guards if not old.fired), hook]
-        self.explain_lost(guards[:-_RECENT])
-        self.guards = guards[-_RECENT:]
+        hook.watch_memory(*tensors)
+        watches = [*(old for old in self.memory_watches if not old.fired), hook]
+        self.explain_lost(watches[:-_RECENT])
+        self.memory_watches = watches[-_RECENT:]
 
-    def explain_lost(self, guards: Sequence[GradientHook] | None = None) -> None:
-        """Explain the gradients that in-place changes have cut off: of all guards, or of these."""
-        for hook in self.guards if guards is None else guards:
+    def explain_lost(self, hooks: Sequence[GradientHook] | None = None) -> None:
+        """Explain the gradients that in-place changes have cut off: of all hooks, or of these."""
+        for hook in self.memory_watches if hooks is None else hooks:
             if hook.lost:
                 self.explain(hook.number, *gradients.VIEW_CHANGED, path=hook.path)
-                self.losses = [*self.losses, hook.number][-_RECENT:]
-        self.guards = []
+                self.calls_lost = [*self.calls_lost, hook.number][-_RECENT:]
+        self.memory_watches = []
 
     # -- reasons --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The first verb: call a function with every value at a place.
+"""The verb `hook`: call a function with every value at a place.
 
 - `hook(model, where, function)`: call a function with every value at a place
 - `HookHandler`: what it does at one place

@@ -1,8 +1,8 @@
 """Gradients at inputs: the part of the gradient that the module itself sends back.
 
 - `note_inputs` (before the call) and `watch_inputs` (after it): however the inputs were passed
-- `is_ordinary`, `watch_ordinary_input`, `note_ordinary`: the same for a call with nothing unusual
-  about it, in less time
+- `is_simple_input`, `watch_simple_input`, `note_simple_input`: a quicker way for one argument that
+  is a tensor
 
 Hooks are put on the nodes inside the module that lead to the inputs, which are found by a walk
 back from its outputs; for an edit, on a gate in the input's place. One tensor that was passed for
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hookline.engine.tracer import Tracer
 
 __all__ = [
-    "is_ordinary", "note_inputs", "note_ordinary", "watch_inputs", "watch_ordinary_input",
+    "is_simple_input", "note_inputs", "note_simple_input", "watch_inputs", "watch_simple_input",
 ]  # fmt: skip
 
 INPUT_CHANGED = (
@@ -54,8 +54,8 @@ class _Argument:
         self.tensor, self.paths = tensor, paths
 
 
-class _Noted:
-    """What is noted of a call before it begins, for one handler."""
+class _InputNotes:
+    """Notes on the inputs of a call, made before it begins, for one handler."""
 
     def __init__(self, handler: Handler, value: Any = None, problem: str = "") -> None:
         self.handler, self.value, self.problem = handler, value, problem
@@ -82,9 +82,9 @@ def note_inputs(
     try:
         value = arguments.read(module, args, kwargs, handler.ask)
     except LookupError as error:
-        call.edges.append(_Noted(handler, None, f"{error}."))
+        call.edges.append(_InputNotes(handler, None, f"{error}."))
         return args, kwargs
-    noted = _Noted(handler, value)
+    noted = _InputNotes(handler, value)
     call.edges.append(noted)
     if torch.is_grad_enabled():
         found = gradients.grouped(value)
@@ -123,7 +123,7 @@ def _edge(tensor: Tensor) -> Edge:
 
 
 def _put_gates(
-    noted: _Noted, module: nn.Module, args: Any, kwargs: Any, call: RunningCall
+    noted: _InputNotes, module: nn.Module, args: Any, kwargs: Any, call: RunningCall
 ) -> tuple[Any, Any]:
     """Return the arguments with gates: for an edit, one for each tensor that is asked for."""
     handler, value, wanted = noted.handler, noted.value, dict[Edge, _Argument]()
@@ -148,7 +148,7 @@ def _put_gates(
 
 def watch_inputs(handler: Handler, output: Any, call: RunningCall) -> None:
     """Hook the nodes inside the module that lead to its inputs, after a call."""
-    noted: _Noted = next(one for one in call.edges if one.handler is handler)
+    noted: _InputNotes = next(one for one in call.edges if one.handler is handler)
     number = call.number
     if noted.problem:
         handler.missing(number, noted.problem)
@@ -177,7 +177,7 @@ def watch_inputs(handler: Handler, output: Any, call: RunningCall) -> None:
             continue
         hook = GradientHook.of(handler, number, path)
         if views:
-            handler.guard(hook, *views)
+            handler.watch_memory(hook, *views)
         handler.tensor_hooks.add(edge[0], hook.at_gate)
     noted.wanted = rest
     if rest:
@@ -185,7 +185,7 @@ def watch_inputs(handler: Handler, output: Any, call: RunningCall) -> None:
 
 
 def _watch_paths(
-    noted: _Noted, tensors: list[Tensor], views: list[Tensor], call: RunningCall
+    noted: _InputNotes, tensors: list[Tensor], views: list[Tensor], call: RunningCall
 ) -> None:
     """Hook the nodes that lead to the inputs without gates."""
     handler, wanted, number = noted.handler, noted.wanted, call.number
@@ -201,13 +201,13 @@ def _watch_paths(
     found = gradients.leading(starts, {e: e for e in wanted}, stops, call.sequence, casts)
     for node, position, path, tensor in _told_apart(noted, found, call):
         if path in reached:
-            handler.several(number, path)
+            handler.note_shares(number, path)
         reached.add(path)
         hook = GradientHook.of(handler, number, path)
         if casts:
             hook.dtype = tensor.dtype
         if views:
-            handler.guard(hook, *views)
+            handler.watch_memory(hook, *views)
         hook.position = position
         if is_gate(node, call.serial):
             handler.tensor_hooks.add(node, hook.at_gate)
@@ -218,7 +218,7 @@ def _watch_paths(
         handler.explain(number, *NO_PATH)
 
 
-def _refuse_moved(noted: _Noted, tensors: list[Tensor], number: int) -> None:
+def _refuse_moved(noted: _InputNotes, tensors: list[Tensor], number: int) -> None:
     """Explain what cannot be had of inputs that are changed views, or are among the outputs."""
     returned = {_edge(tensor) for tensor in tensors}
     for edge, argument in list(noted.wanted.items()):
@@ -232,7 +232,7 @@ def _refuse_moved(noted: _Noted, tensors: list[Tensor], number: int) -> None:
 
 
 def _told_apart(
-    noted: _Noted, found: list[tuple[Any, int, Any]], call: RunningCall
+    noted: _InputNotes, found: list[tuple[Any, int, Any]], call: RunningCall
 ) -> Iterator[tuple[Any, int, Path, Tensor]]:
     """Yield the nodes that lead to tensors, each with the path that is meant and the tensor.
 
@@ -275,17 +275,17 @@ def _views_of_older(tensors: list[Tensor], call: RunningCall) -> list[Tensor]:
     ]
 
 
-# -- ordinary inputs ------------------------------------------------------------------------------
+# -- simple inputs ------------------------------------------------------------------------------
 
 
-def is_ordinary(args: Any, kwargs: Any, given: list[tuple[Tensor, Any, int, int]]) -> bool:
+def is_simple_input(args: Any, kwargs: Any, given: list[tuple[Tensor, Any, int, int]]) -> bool:
     """Return True if a call has one argument, a tensor that is no leaf."""
     if len(args) != 1 or kwargs or type(args[0]) is not Tensor:
         return False
     return bool(given) and given[0][1] is not None
 
 
-def watch_ordinary_input(tracer: Tracer, ask: Ask, call: RunningCall, output: Any) -> bool:
+def watch_simple_input(tracer: Tracer, ask: Ask, call: RunningCall, output: Any) -> bool:
     """Hook the nodes that lead to the only input of a call; False if more must be looked at.
 
     `watch_inputs` does the same for every call. This takes no handler.
@@ -307,10 +307,10 @@ def watch_ordinary_input(tracer: Tracer, ask: Ask, call: RunningCall, output: An
     return bool(found)
 
 
-def note_ordinary(handler: Handler, call: RunningCall) -> None:
+def note_simple_input(handler: Handler, call: RunningCall) -> None:
     """Note the only input of a call for `watch_inputs`, where the shortcut does not do."""
     tensor, node, output_nr, _ = call.given[0]
-    noted = _Noted(handler, tensor)
+    noted = _InputNotes(handler, tensor)
     noted.tensors = [(tensor, ())]
     noted.wanted = {(node, output_nr): _Argument(tensor, [()])}
     call.edges.append(noted)

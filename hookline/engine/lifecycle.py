@@ -52,7 +52,7 @@ class Entering:
         """Undo all that was done so far; safe to call again after it was interrupted."""
         raise AssertionError("a verb stops")
 
-    def _settle(self) -> None:
+    def _after_block(self) -> None:
         """Called after the block, if it was removed inside: undo what could not be undone there."""
 
     def _verify(self) -> None:
@@ -114,7 +114,7 @@ class Entering:
         if opened:
             self._leave()
         else:
-            self._settle()
+            self._after_block()
         if error is not None:
             return self._failed(error, trace)
         if opened:

@@ -84,7 +84,7 @@ class ModuleHooks:
             table.pop(self.key, None)
         self.tables.clear()
 
-    def stranger(self, module: nn.Module) -> None:
+    def foreign_call(self, module: nn.Module) -> None:
         """Take the hooks off a copied module, which was called."""
         if self.context is None:
             self.remove_from(module)
@@ -117,10 +117,10 @@ class Anchor(ModuleHooks):
 
     def put_on(self, module: nn.Module) -> None:
         """Tie the context to a module."""
-        self.put_before([module], self.rest, with_kwargs=False)
+        self.put_before([module], self.do_nothing, with_kwargs=False)
 
     @outside_graphs
-    def rest(self, module: nn.Module, args: Any) -> None:
+    def do_nothing(self, module: nn.Module, args: Any) -> None:
         """Do nothing; on a copied module, take the hook off."""
         if self.context is None:
             self.remove_from(module)

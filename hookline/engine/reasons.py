@@ -33,14 +33,14 @@ def reason(handler: Handler, model: Any, others: bool) -> tuple[str, str]:
     """
     target, tracer = handler.target, handler.tracer()
     handler.explain_lost()
-    if handler.untold:
-        call, unknown = next(iter(handler.untold.items()))
+    if handler.unknown_steps:
+        call, unknown = next(iter(handler.unknown_steps.items()))
         return f"call {call} cannot be told: {unknown.found}", unknown.remedy
     why = handler.why()
     if why is not None:
         return why
-    if handler.silent and target.port != "grad":
-        return handler.silent, ""
+    if handler.known_reason and target.port != "grad":
+        return handler.known_reason, ""
     if tracer is not None and tracer.foreign_calls(handler):
         return _foreign(handler, tracer.foreign_calls(handler))
     if target.operation is not None and not _calls_of(handler):
@@ -50,7 +50,7 @@ def reason(handler: Handler, model: Any, others: bool) -> tuple[str, str]:
     if _came(handler)[0]:
         return _none_meant(handler)
     if target.port == "grad":
-        return handler.silent or gradients.NONE_CAME[0], gradients.NONE_CAME[1]
+        return handler.known_reason or gradients.NONE_CAME[0], gradients.NONE_CAME[1]
     return _uncalled(model, handler, others)
 
 
@@ -94,7 +94,7 @@ def _none_meant(handler: Handler) -> tuple[str, str]:
         return f"{nothing}: calls= names others, counted from 0.", _NAME_OTHERS
     if is_gradient(handler.target.port):
         found, remedy = gradients.NONE_CAME
-        return handler.silent or f"{came}, but {found}", remedy
+        return handler.known_reason or f"{came}, but {found}", remedy
     if calls is not None and calls.step is not None:
         return f"{nothing}: none was of the step {calls.shown}.", ""
     return f"{nothing}: calls= names others, counted from 0.", ""
@@ -106,13 +106,13 @@ def never_fired(handler: Handler, verb: str, model: Any, others: bool, matches: 
     `matches` names the other places of the same request at which nothing happened, if any.
     """
     missed = handler.tally()[1]
-    if missed and (handler.fired or (handler.lacking and _came(handler)[0])):
+    if missed and (handler.fired or (handler.calls_missing and _came(handler)[0])):
         return _missed_calls(handler, verb)
     place, calls = str(handler.place), handler.ask.calls
     asked = f"Nothing happened at {place!r}{matches}:"
-    if calls is not None and handler.untold:
+    if calls is not None and handler.unknown_steps:
         asked = f"The calls {calls.shown} at {place!r} were asked for:"
-    elif handler.losses:
+    elif handler.calls_lost:
         return NeverFired(f"Nothing happened at {place!r}:", *gradients.VIEW_CHANGED)
     found, remedy = reason(handler, model, others)
     return NeverFired(asked, found, remedy or _SHOW_ALL)
@@ -126,11 +126,11 @@ def _missed_calls(handler: Handler, verb: str) -> NeverFired:
     if reached:
         found = f"it did at {_in_words(reached)}, but not at {_in_words(missed)}"
     count, came = _came(handler)
-    why = gradients.VIEW_CHANGED if missed[0] in handler.losses else handler.why(missed[0])
+    why = gradients.VIEW_CHANGED if missed[0] in handler.calls_lost else handler.why(missed[0])
     if why is None and count <= missed[0]:
         why = f"{came}, counted from 0.", _NAME_OTHERS
     elif why is None:
-        why = (handler.silent, _NAME_OTHERS) if handler.silent else gradients.NONE_CAME
+        why = (handler.known_reason, _NAME_OTHERS) if handler.known_reason else gradients.NONE_CAME
     return NeverFired(asked, f"{found}: {why[0]}", why[1])
 
 

@@ -40,14 +40,14 @@ FUNCTION = "a function"  # how each function is spelled
 class Slice:
     """A slice whose index depends on the value; subclasses are ready to use (`ready_slices.py`)."""
 
-    whole = True  # whether it is counted over the whole last dimension
+    needs_full_last_dim = True  # whether it is counted over the whole last dimension
 
     def index(self, value: Tensor) -> Any:
-        """The index of the slice in a value."""
+        """Return the index of the slice in a value."""
         raise AssertionError("a slice has an index")
 
     def spelled(self) -> str:
-        """The slice as text; slices that mean the same have the same."""
+        """Return the slice as text; equal slices have the same text."""
         return repr(self)
 
 
@@ -68,7 +68,7 @@ def check_at(at: Any, targets: Callable[[], Iterable[Target]]) -> None:
     if isinstance(at, (str, bytes, float, dict)):
         raise TypeError(f"at={at!r} was asked for. It is no index. {_REMEDY}")
     _refuse_class(at)
-    if not (isinstance(at, Slice) and at.whole and has_plans()):
+    if not (isinstance(at, Slice) and at.needs_full_last_dim and has_plans()):
         return
     for target in targets():
         for planned in layouts(target):
@@ -86,7 +86,7 @@ def _refuse_class(at: Any) -> None:
 
 
 def spelled(at: Any) -> str:
-    """A slice as text, as it stands between square brackets; equal ones have the same.
+    """Return a slice as text, as it stands between square brackets; equal ones have the same.
 
     >>> spelled((slice(None), -1)), spelled([0, 2]), spelled(lambda value: value)
     (':, -1', '[0, 2]', 'a function')
@@ -110,7 +110,7 @@ def spelled(at: Any) -> str:
 
 
 def take(value: Any, at: Any) -> Any:
-    """The slice of the only tensor in a value, or what a function makes of the value.
+    """Return the slice of the only tensor in a value, or what a function makes of the value.
 
     >>> import torch
     >>> take(torch.arange(6).view(2, 3), (slice(None), -1))
@@ -124,7 +124,7 @@ def take(value: Any, at: Any) -> Any:
 
 
 def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same value with the slice of its only tensor changed; the original is left alone.
+    """Return a value with the slice of its only tensor changed; the original is left alone.
 
     >>> import torch
     >>> put(torch.zeros(3), slice(1), lambda x: x + 5)
@@ -148,7 +148,7 @@ def put(value: Any, at: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _find(tensor: Tensor, at: Any) -> tuple[Any, Tensor]:
-    """The index of a slice in a tensor, and what is there; Misfit if it does not fit."""
+    """Return the index of a slice in a tensor, and what is there; Misfit if it does not fit."""
     try:
         where = _index(tensor, at)
         return where, tensor[where]

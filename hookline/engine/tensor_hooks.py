@@ -98,7 +98,7 @@ class GradientHook:
 
     # -- in-place changes -----------------------------------------------------------------------
 
-    def guard(self, *tensors: Tensor) -> None:
+    def watch_memory(self, *tensors: Tensor) -> None:
         """Watch the memory of tensors: after an in-place change the hook is cut off."""
         self.aliases = tuple([(tensor.detach(), version_of(tensor)) for tensor in tensors])
 
@@ -122,7 +122,7 @@ class GradientHook:
         The base's node stays in the graph: what flows into it is then the gradient, in the base's
         shape.
         """
-        self.guard(tensor)
+        self.watch_memory(tensor)
         self.base = base.stride(), base.storage_offset()
         hooks.put(base, self.at_base)
         hooks.put(tensor, self.at_tensor)

@@ -11,8 +11,8 @@ place, is made when somebody reads, or when a value is to be replaced.
 
 `begin` and `end` define what happens at a call. There are shortcuts for the commonest calls, which
 `benchmarks/overhead.py` measures: `after` logs whole outputs at once, where nothing else is asked
-for; `_end_ordinary` watches the whole gradients of a call that nothing unusual surrounds, without a
-pre-forward hook for `Plan.unpaired`; and compiled graphs write to a `Slot`.
+for; `_end_simple` watches the whole gradients of a call that nothing unusual surrounds, without a
+pre-forward hook for `Plan.without_start`; and compiled graphs write to a `Slot`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Tracer(ModuleHooks):
         self.sorted = 0  # how many events are in it
         self.handlers: dict[tuple[Subject, Ask], Handler] = {}
         self.places = AskedPlaces(model)
-        self.whole: Any = None  # the Ask, if whole outputs are all that is asked for
+        self.output_ask: Any = None  # the Ask, if whole outputs are all that is asked for
         self.plans: dict[int, Plan] = {}  # else all that is asked of each module
         self.slots: dict[int, tuple[Slot, Any]] = {}  # for compiled graphs
         self.operations: dict[int, list[Operation]] = {}  # by the id of their module
@@ -91,7 +91,7 @@ class Tracer(ModuleHooks):
         self.changed: set[Subject] = set()  # of which a value was replaced
         # Generation: who tells its steps, and what was told of complete calls.
         self.generation: Generation | None = None
-        self.told: dict[Subject, Steps] = defaultdict(Steps)
+        self.steps: dict[Subject, Steps] = defaultdict(Steps)
         self.lock = threading.RLock()  # two threads may read
 
     # -- putting on and taking off --------------------------------------------------------------
@@ -110,7 +110,7 @@ class Tracer(ModuleHooks):
         """
         self.callers = {ask: id(module) for ask, module in callers.items()}
         if self.looks_at_outputs:
-            self.whole = self.places.entries[0][0]
+            self.output_ask = self.places.entries[0][0]
             for slot, module in self.slots.values():
                 slot.put_after([module], slot.after)
             for _, modules in self.places.entries if not self.slots else ():
@@ -121,10 +121,10 @@ class Tracer(ModuleHooks):
         # Other threads may call at once: the plans are there before any hook is on.
         self.plans = {id(module): plan for plan, modules in planned for module in modules}
         for plan, modules in planned:
-            ends = plan.paired or plan.outputs or plan.gradients
+            ends = plan.needs_start or plan.outputs or plan.gradients
             # That of operations sees calls of other threads; that of parameters does nothing but
             # keep the context alive.
-            if plan.paired or plan.has_operations or not ends:
+            if plan.needs_start or plan.has_operations or not ends:
                 self.put_before(modules, self.before)
             if plan.takes_kwargs:
                 self.put_after(modules, self.after_with_kwargs, with_kwargs=True)
@@ -170,9 +170,9 @@ class Tracer(ModuleHooks):
             plan = plans.get(kind)
             if plan is None:
                 plan = plans[kind] = Plan(*kind)
-                plan.light = plan.light and self.owner is not None  # else numbers need the lock
-            if plan.light and not plan.grad_inputs and gradients.makes_its_output(module):
-                plan = plan.unpaired
+                plan.simple = plan.simple and self.owner is not None  # else numbers need the lock
+            if plan.simple and not plan.grad_inputs and gradients.makes_its_output(module):
+                plan = plan.without_start
             found.setdefault(plan, []).append(module)
         return list(found.items())
 
@@ -210,7 +210,7 @@ class Tracer(ModuleHooks):
             for operation in operations:
                 operation.leave()
 
-    def stranger(self, module: nn.Module) -> None:
+    def foreign_call(self, module: nn.Module) -> None:
         """Count a call of another thread or task; take the hooks off a copied module."""
         if self.context is None:
             self.remove_from(module)
@@ -228,7 +228,7 @@ class Tracer(ModuleHooks):
         for operation in self.operations.get(id(module), ()):
             operation.module_called(self)
         plan = self.plans.get(id(module))
-        if plan is None or not plan.paired:  # a shallow copy shares its hooks with the module
+        if plan is None or not plan.needs_start:  # a shallow copy shares its hooks with the module
             return None
         # Taken off meanwhile, it gets no kwargs. The forward hook counts calls of other threads.
         if kwargs is None or not (self.owner in active() or self._is_own_recomputation(module)):
@@ -237,11 +237,11 @@ class Tracer(ModuleHooks):
         if len(self.running) > self.deepest:
             self._drop_raised()
         self.running[call.frame] = call
-        if plan.light and _is_ordinary(module):
+        if plan.simple and _is_simple_call(module):
             call.given = gradients.note_given(args, kwargs)
-            if not plan.grad_inputs or input_gradients.is_ordinary(args, kwargs, call.given):
+            if not plan.grad_inputs or input_gradients.is_simple_input(args, kwargs, call.given):
                 call.sequence = next_sequence_number()
-                call.ordinary = True
+                call.simple = True
                 return None
         return self.begin(plan, call, module, args, kwargs)
 
@@ -249,8 +249,8 @@ class Tracer(ModuleHooks):
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward hook."""
         if self.owner not in active() and not self._is_own_recomputation(module):
-            return self.stranger(module)
-        whole = self.whole
+            return self.foreign_call(module)
+        whole = self.output_ask
         if whole is None:
             return self._after_planned(module, args, {}, output, sys._getframe(1))
         number = None
@@ -272,7 +272,7 @@ class Tracer(ModuleHooks):
     ) -> Any:
         """The forward hook, on modules whose output may be replaced."""
         if self.owner not in active() and not self._is_own_recomputation(module):
-            return self.stranger(module)  # taken off meanwhile, it gets no kwargs
+            return self.foreign_call(module)  # taken off meanwhile, it gets no kwargs
         return self._after_planned(module, args, kwargs, output, sys._getframe(1))
 
     def _after_planned(
@@ -282,16 +282,16 @@ class Tracer(ModuleHooks):
         plan = self.plans.get(id(module))
         if plan is None:
             return None
-        if plan.paired:
+        if plan.needs_start:
             call = self.running.pop(frame, None)
             if call is None:  # the context was entered while the module was running
                 return None
-            if call.ordinary:
-                self._end_ordinary(plan, call.subject, frame, output, call)
+            if call.simple:
+                self._end_simple(plan, call.subject, frame, output, call)
                 return None
         else:
-            if plan.light and _is_ordinary(module):
-                self._end_ordinary(plan, id(module), frame, output)
+            if plan.simple and _is_simple_call(module):
+                self._end_simple(plan, id(module), frame, output)
                 return None
             call = RunningCall(id(module), frame)
             self.begin(plan, call, module, args, kwargs, 0)
@@ -312,7 +312,7 @@ class Tracer(ModuleHooks):
         """Begin a call of a module or a torch function; return its arguments, if they changed.
 
         It is called before the call runs; or after it, with `sequence=0`, for a plan that is not
-        paired: of such a call nothing had to be known before, and all its nodes count as new.
+        needs_start: of such a call nothing had to be known before, and all its nodes count as new.
         """
         subject = call.subject
         repeated = self.numbers.repeated(subject)
@@ -366,7 +366,7 @@ class Tracer(ModuleHooks):
         self.changed.add(call.subject)
         return new
 
-    def _end_ordinary(
+    def _end_simple(
         self,
         plan: Plan,
         subject: Subject,
@@ -386,7 +386,7 @@ class Tracer(ModuleHooks):
         for ask in plan.outputs:
             self.events.append((subject, ask, number, self._kept(ask, subject, number, output)))
         start, given = (0, ()) if call is None else (call.sequence, call.given)
-        watch_output = gradients.watch_ordinary_output
+        watch_output = gradients.watch_simple_output
         for ask in plan.grad_outputs:
             if not watch_output(self, ask, subject, number, output, start, given):
                 unusual = call or RunningCall(subject, frame)
@@ -396,9 +396,9 @@ class Tracer(ModuleHooks):
             return
         call.number = number
         for ask in plan.grad_inputs:
-            if not input_gradients.watch_ordinary_input(self, ask, call, output):
+            if not input_gradients.watch_simple_input(self, ask, call, output):
                 handler = self.handler(subject, ask)
-                input_gradients.note_ordinary(handler, call)
+                input_gradients.note_simple_input(handler, call)
                 input_gradients.watch_inputs(handler, output, call)
 
     def _number(self, plan: Plan, call: RunningCall) -> None:
@@ -406,7 +406,7 @@ class Tracer(ModuleHooks):
         if not call.recomputed:
             call.number = self.numbers.end(call.subject)
             if plan.remembers and call.step is not None:
-                self.told[call.subject].note(call.number, call.step)
+                self.steps[call.subject].note(call.number, call.step)
         if plan.remembers:
             self.numbers.remember(call.subject, call.number, bool(plan.inputs or plan.outputs))
 
@@ -457,7 +457,7 @@ class Tracer(ModuleHooks):
     ) -> Step:
         """Return the step of a generation that a call is of."""
         if call.recomputed:
-            told = self.told.get(call.subject)
+            told = self.steps.get(call.subject)
             return FORGOTTEN if told is None else told.of(call.number)
         frame = cast(types.FrameType, call.frame)
         if plan.takes_cache:
@@ -511,7 +511,7 @@ class Tracer(ModuleHooks):
         self, ask: Ask, call: RunningCall, subject: Subject, value: Any, shared: bool
     ) -> None:
         """Keep a value that comes as a call begins, until the call is complete."""
-        if not self._is_settled(ask, subject):
+        if not self._has_first_value(ask, subject):
             number = None if ask.calls is None else call.number
             keep = cast(Any, ask.keep_copy if shared else ask.keep)
             try:
@@ -540,7 +540,7 @@ class Tracer(ModuleHooks):
             return output if new is UNCHANGED or new is value else set_part(output, ask.parts, new)
         if call.recomputed:
             return output
-        if self._is_settled(ask, subject):
+        if self._has_first_value(ask, subject):
             self._arrived(subject, ask)
         else:
             self._log(subject, ask, call.number, self._kept(ask, subject, call.number, value))
@@ -586,7 +586,7 @@ class Tracer(ModuleHooks):
             self._arrived(subject, ask)
 
     def _miss(self, ask: Ask, call: RunningCall, problem: str, as_input: bool = False) -> None:
-        """A value lacks the part that is asked for."""
+        """Note that a value lacks the part that is asked for."""
         handler = self.handler(call.subject, ask)
         if ask.keep is None or is_gradient(ask.port):
             handler.missing(call.number, problem)
@@ -596,14 +596,14 @@ class Tracer(ModuleHooks):
         elif not call.recomputed:
             self._log(call.subject, ask, call.number, Missing(problem, PART_REMEDY))
 
-    def _is_settled(self, ask: Ask, subject: Subject) -> bool:
+    def _has_first_value(self, ask: Ask, subject: Subject) -> bool:
         """Return True if only the first value is kept, and it is there."""
         return self.keep == "first" and (subject, ask) in self.events
 
     def _arrived(self, subject: Subject, ask: Ask) -> None:
         """For stop=True: end the forward after the last place that is waited for."""
         if (subject, ask) in self.waiting:
-            if ask.calls is not None and self.handler(subject, ask).lacking:
+            if ask.calls is not None and self.handler(subject, ask).calls_missing:
                 return
             self.waiting.discard((subject, ask))
             if not self.waiting:
@@ -612,7 +612,7 @@ class Tracer(ModuleHooks):
 
     def _keep_late(self) -> None:
         """Log the inputs of calls that never completed, after all others."""
-        while self.running:  # other threads may still end calls, each by one of both
+        while self.running:  # other threads may still end calls; each call is taken out once
             _, call = self.running.popitem()
             for event in call.pending:
                 self.late.append(event)
@@ -635,7 +635,7 @@ class Tracer(ModuleHooks):
     # -- reading --------------------------------------------------------------------------------
 
     def _sort(self) -> None:
-        """Sort by place what was logged since."""
+        """Sort the new events of the log by place."""
         if self.keep != "all":
             return
         for event in self.events[self.sorted :]:
@@ -663,7 +663,7 @@ class Tracer(ModuleHooks):
         if (subject, ask) in self.events:
             event, count = self.events[subject, ask]
             handler.take_only(event[2], event[3], count)
-        slot = self.slots.get(subject) if ask is self.whole else None
+        slot = self.slots.get(subject) if ask is self.output_ask else None
         if slot is not None and slot[0].value is not None:
             handler.take_only(None, (slot[0].value, None), 1)
 
@@ -697,9 +697,9 @@ class Tracer(ModuleHooks):
                 found[ask].add(subject)
         for ident, (slot, _) in self.slots.items():
             if slot.value is not None:
-                found[self.whole].add(ident)
+                found[self.output_ask].add(ident)
         for (subject, ask), handler in [*self.handlers.items()]:
-            if handler.untold or handler.tally()[1]:
+            if handler.unknown_steps or handler.tally()[1]:
                 found[ask].discard(subject)
             elif handler.fired:
                 found[ask].add(subject)
@@ -708,7 +708,7 @@ class Tracer(ModuleHooks):
     def calls_of(self, handler: Handler) -> int:
         """Return how many calls of the module or operation at a place were completed."""
         subject = self._called(handler)
-        if self.whole is None:
+        if self.output_ask is None:
             return self.numbers.completed.get(subject, 0)
         return len([event for event in self.events if event[0] == subject])
 
@@ -734,6 +734,6 @@ class Tracer(ModuleHooks):
         self.slots = {ident: (slot, None) for ident, (slot, _) in self.slots.items()}
 
 
-def _is_ordinary(module: nn.Module) -> bool:
+def _is_simple_call(module: nn.Module) -> bool:
     """Return True if no other hook may change a call, and no checkpoint may run it again."""
     return len(forward_hooks_of(module)) == 1 and backward_id() == -1 and not may_run_again()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hookline.captures.capturing import capture
 from hookline.captures.record import Record
 from hookline.edits.ready_slices import last_token
-from hookline.engine.context import settled
+from hookline.engine.context import reusable
 from hookline.errors import HarvestError, warn_outside
 from hookline.harvests.harvest_checks import (
     places_in,
@@ -117,7 +117,7 @@ class RowExtractor:
             # It would wait for ranks that have fewer batches.
             model = cast("nn.Module", model.module)
         self.model, self.options = model, options
-        self._where = settled(where)
+        self._where = reusable(where)
         self.asked = places_in(model, self._where)
         self.places: list[Place] = []  # those that fire, as far as that is known
         self._begun = False
@@ -146,7 +146,7 @@ class RowExtractor:
             record = self._record(batch, at)
         first = not self._begun
         if first:
-            self._settle(record)
+            self._after_block(record)
         values = {str(place): self._value(record, place) for place in self.places}
         rows: Rows = {p: [*v.unbind()] if v.is_nested else v for p, v in values.items()}
         if mask is not None:
@@ -184,7 +184,7 @@ class RowExtractor:
             (options.forward or call_model)(self.model, batch)
         return record
 
-    def _settle(self, record: Record) -> None:
+    def _after_block(self, record: Record) -> None:
         """Set the places after the first batch, and whether forwards may end early."""
         self._begun = True
         self.places = record.places()

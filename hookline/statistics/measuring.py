@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hookline.captures.capturing import capture
 from hookline.engine.calls import Call, key_of
-from hookline.engine.context import see_own_calls, settled, targets_of
+from hookline.engine.context import reusable, see_own_calls, targets_of
 from hookline.engine.hooking import hook
 from hookline.engine.lifecycle import Entering, enter, leave, never_forgotten
 from hookline.engine.slices import Misfit, take
@@ -196,7 +196,7 @@ class _Measuring(Entering):
     ) -> None:
         self._kinds, self._mask, self._at = by_name(statistics), mask, at
         check_mask_name(mask, StatisticsError)
-        self._wheres = (settled(where),)
+        self._wheres = (reusable(where),)
         self.found = Measurements()
         self.ids: Any = None
         self.numbers = SampleNumbers()  # numbers samples where there are no ids
@@ -445,7 +445,7 @@ def measure(
         return _Measuring(model, where, statistics, mask, at)
     if not is_series(data):
         raise not_series_error(data, StatisticsError)
-    where = settled(where)
+    where = reusable(where)
     requests = resolve(model, (where,))
     if any(is_gradient(target.port) for request in requests for target in request.targets):
         raise StatisticsError(

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookline.engine.attaching import Anchored
-from hookline.engine.context import settled
+from hookline.engine.context import reusable
 from hookline.errors import PlaceError, RunError, warn_outside
 from hookline.places.resolution import Where
 from hookline.places.tree import unwrapped
@@ -115,7 +115,7 @@ class watch(Anchored):
             scaler = cast(Any, optimizer).scaler  # accelerate's optimizer has it
         check_scaler("watch", scaler)
         kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-        self._wheres, self._every, self._to, self._kinds = (settled(where),), every, to, kinds
+        self._wheres, self._every, self._to, self._kinds = (reusable(where),), every, to, kinds
         self._optimizer, self._scaler, self._ranks = inner, scaler, ranks
         self._begin = start
         self._writers: list[Writer] = []
