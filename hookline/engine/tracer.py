@@ -122,8 +122,8 @@ class Tracer(ModuleHooks):
         self.plans = {id(module): plan for plan, modules in planned for module in modules}
         for plan, modules in planned:
             ends = plan.needs_start or plan.outputs or plan.gradients
-            # That of operations sees calls of other threads; that of parameters does nothing but
-            # keep the context alive.
+            # The pre-hook of operations sees calls of other threads; that of parameters only keeps
+            # the context alive.
             if plan.needs_start or plan.has_operations or not ends:
                 self.put_before(modules, self.before)
             if plan.takes_kwargs:
