@@ -7,7 +7,7 @@ top of `lifecycle` and `module_hooks`; `hooking` is the verb `hook`. `gradients`
 and `tensor_hooks` go on into the autograd graph.
 
 The others can wait until they are needed. `call_choice` and `slices` read `calls=` and `at=`,
-`arguments` names the inputs of a call, `reasons` words errors, `attaching` lists live contexts. Each
-of the rest is about one feature of torch: `operations`, `checkpointing`, `compiling`, `fsdp`,
+`arguments` names the inputs of a call, `reasons` words errors, `attaching` lists live contexts.
+Each of the rest is about one feature of torch: `operations`, `checkpointing`, `compiling`, `fsdp`,
 `offloading`, `generation`.
 """

@@ -21,6 +21,7 @@ calls modules in its forward and again in its backward). It is found on the Pyth
 from __future__ import annotations
 
 import sys
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -145,12 +146,8 @@ def around_region(frame: FrameType) -> set[int] | None:
 
 def running_modules(frame: FrameType | None) -> set[int]:
     """Return the ids of the modules that run, seen from a frame."""
-    found: set[int] = set()
-    while frame is not None:
-        if frame.f_code is CALL_CODE:
-            found.add(id(frame.f_locals["self"]))
-        frame = frame.f_back
-    return found
+    frames = walk_stack(frame) if frame is not None else ()
+    return {id(one.f_locals["self"]) for one, _ in frames if one.f_code is CALL_CODE}
 
 
 def _saved() -> list[Any]:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import weakref
+from traceback import walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -88,8 +89,7 @@ def recover(trace: TracebackType | None) -> None:
     The modules that were running, also those around the model, are in the traceback.
     """
     kind = loaded("fsdp", "FSDPModule")
-    while kind and trace is not None:
-        module = trace.tb_frame.f_locals.get("self")
-        trace = trace.tb_next
+    for frame, _ in walk_tb(trace) if kind else ():
+        module = frame.f_locals.get("self")
         if isinstance(module, kind):
             recover_fsdp(module)

@@ -232,7 +232,7 @@ def _watch_output(
     if is_gate(tensor.grad_fn, -call.serial):  # of an edit that was entered before
         if is_view(tensor):
             handler.watch_memory(hook, tensor)
-        handler.tensor_hooks.add(tensor.grad_fn, hook.at_gate)
+        handler.tensor_hooks.add(tensor.grad_fn, hook.at_node)
         return tensor
     fresh, given, shared, base_fresh = _origin(tensor, call)
     distinct = fresh and not mixed
@@ -323,7 +323,7 @@ def _gate_output(
         earlier = getattr(function, "__self__", None)  # captures that were entered before
         if isinstance(earlier, GradientHook) and not earlier.muted:
             _move_to_gate(earlier, handler, None if own else gate, node, twice)
-    handler.tensor_hooks.add(node, hook.at_gate)
+    handler.tensor_hooks.add(node, hook.at_node)
     return gate
 
 
@@ -341,7 +341,7 @@ def _move_to_gate(
     moved = GradientHook.of(owner, earlier.number, earlier.path)
     if view is not None:
         owner.watch_memory(moved, view)
-    owner.tensor_hooks.add(node, moved.at_gate)
+    owner.tensor_hooks.add(node, moved.at_node)
 
 
 def mark_gate(gate: Tensor, serial: int, path: Path = ()) -> Any:

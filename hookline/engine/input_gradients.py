@@ -178,7 +178,7 @@ def watch_inputs(handler: Handler, output: Any, call: RunningCall) -> None:
         hook = GradientHook.of(handler, number, path)
         if views:
             handler.watch_memory(hook, *views)
-        handler.tensor_hooks.add(edge[0], hook.at_gate)
+        handler.tensor_hooks.add(edge[0], hook.at_node)
     noted.wanted = rest
     if rest:
         _watch_paths(noted, tensors, views, call)
@@ -209,10 +209,7 @@ def _watch_paths(
         if views:
             handler.watch_memory(hook, *views)
         hook.position = position
-        if is_gate(node, call.serial):
-            handler.tensor_hooks.add(node, hook.at_gate)
-        else:
-            handler.tensor_hooks.add(node, hook.at_inner_node)
+        handler.tensor_hooks.add(node, hook.at_node)
     # Of another path, None says that none flows.
     if () in {path for one in wanted.values() for path in noted.own(one.paths)} - reached:
         handler.explain(number, *NO_PATH)
@@ -303,7 +300,7 @@ def watch_simple_input(tracer: Tracer, ask: Ask, call: RunningCall, output: Any)
     for node, position, _ in found:
         hook = GradientHook(tracer.ref, call.subject, ask, call.number)
         hook.position = position
-        tracer.tensor_hooks.add(node, hook.at_inner_node)
+        tracer.tensor_hooks.add(node, hook.at_node)
     return bool(found)
 
 

@@ -14,6 +14,7 @@ never imported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, cast
 
@@ -70,8 +71,7 @@ def unload(trace: TracebackType | None) -> None:
     It is told the end of the calls that were running, as at the end of any call.
     """
     running: list[nn.Module] = []
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
+    for frame, _ in walk_tb(trace):
         if frame.f_globals.get("__name__") == "accelerate.hooks":
             module = frame.f_locals.get("module")
             if isinstance(module, nn.Module) and module not in running:

@@ -77,7 +77,7 @@ class GradientHook:
     ) -> None:
         self.tracer, self.subject, self.ask = tracer, subject, ask
         self.number, self.path = number, path
-        self.position = 0  # at a node inside a module: which of its edges leads to the input
+        self.position = 0  # at a node: which of its edges leads to the input
         self.muted = False  # whether another hook delivers the gradient
         self.fired = False
         self.dtype: torch.dtype | None = None  # to cast to, where autocast's casts are passed over
@@ -140,13 +140,12 @@ class GradientHook:
         if grad is not None and self.changed and self.base is not None:
             self.deliver(cut_out(grad, self.aliases[0][0], *self.base))
 
-    def at_inner_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
-        """Deliver what a node inside a module passes on to the module's input."""
-        self.at_tensor(grad_inputs[self.position])
+    def at_node(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
+        """Deliver what a node passes on: a gate, or a node inside a module that leads to its input.
 
-    def at_gate(self, grad_inputs: tuple[Tensor | None, ...], _: Any) -> Any:
-        """Deliver what has passed a gate."""
-        new = self.at_tensor(grad_inputs[0])
+        Only what passes a gate, which has one edge, is replaced.
+        """
+        new = self.at_tensor(grad_inputs[self.position])
         return None if new is None else (new,)
 
     @torch_hooks.unserializable_hook
