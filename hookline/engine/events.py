@@ -44,8 +44,8 @@ class SingleEvents(dict[tuple[Subject, Ask], tuple[Event, int]]):
         key = event[0], event[1]
         held, count = self.get(key, (event, 0))
         # Threads and recursion end calls in another order than that of their numbers.
-        numbered = isinstance(event[2], int) and isinstance(held[2], int)
-        is_before = numbered and event[2] < held[2]
+        new, old = event[2], held[2]
+        is_before = type(new) is int and type(old) is int and new < old
         self[key] = event if is_before == (self.keep == "first") else held, count + 1
 
     def __iter__(self) -> Iterator[Any]:

@@ -107,7 +107,10 @@ def compact_snapshot(tensor: Tensor) -> Tensor:
     4000
     """
     try:
-        if tensor.nbytes < SMALL or tensor.untyped_storage().nbytes() > tensor.nbytes:
+        size = tensor.nbytes
+        if size < SMALL and type(tensor) is Tensor and not tensor.requires_grad:
+            return tensor.clone()
+        if tensor.untyped_storage().nbytes() > size:
             return duplicate(tensor)
     except (NotImplementedError, RuntimeError):  # no storage, so no memory to free
         pass
