@@ -454,3 +454,11 @@ def test_a_number_is_kept_once_though_calls_raise_and_are_tried_again(failures, 
     assert torch.equal(record["0:input", 0], inputs[failures % 3])
     numbers = [number for number, _ in record.numbered("0:input")]
     assert numbers == sorted(set(numbers))
+
+
+def test_a_call_equals_itself_only():
+    model, calls = nn.Identity(), []
+    with hl.hook(model, "", lambda value, call: calls.append(call)):
+        model(torch.ones(1)), model(torch.ones(1))
+    first, second = calls
+    assert (first == first, first == second, first == 0) == (True, False, False)

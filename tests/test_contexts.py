@@ -961,3 +961,10 @@ def test_a_module_that_was_not_called_among_others_is_no_sign_of_that():
         with pytest.raises(hl.NeverFired, match=r"was not called\. Its forward may"):
             record["1"]
     assert "before or after" not in record.unfired()["1.0"]
+
+
+def test_a_glob_with_one_match_names_no_others_in_its_error():
+    model = OneOfTwo()
+    with pytest.raises(hl.NeverFired) as never, hl.capture(model, "unus*"):
+        model(torch.ones(2, 3))
+    assert "nor any other" not in str(never.value)

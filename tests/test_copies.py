@@ -312,3 +312,12 @@ def test_workers_of_a_data_loader_are_given_the_model_inside_a_context(start):
         assert torch.cat(left).tolist() == [0, 0, 0, 0]
     assert all(len(record.calls(place)) == 1 for place in record.places())
     assert_clean(model)
+
+
+def test_a_copy_of_a_model_whose_weights_are_preserved_loses_the_hook_at_its_first_call():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with hl.preserve(model):
+        copied = copy.deepcopy(model)
+        copied(torch.ones(1, 2))
+        assert_clean(copied)
+    assert_clean(model)

@@ -186,3 +186,28 @@ def test_threads_that_give_up_a_lock_that_an_interrupt_left_go_on_to_the_same_on
     with ThreadPoolExecutor(4) as pool:
         taken = [pool.submit(take) for _ in range(4)]
         assert len({done.result() for done in taken}) == 1
+
+
+# -- what stays small and empty -------------------------------------------------------------------
+
+
+def test_hooks_of_graphs_that_are_gone_are_forgotten():
+    model = small()
+    with hl.capture(model, "*:grad_output") as record:
+        tracer = record._tracer
+        for _ in range(300):
+            model(X)
+        assert len(tracer.tensor_hooks) < 300
+
+
+def test_no_call_is_left_running_where_operations_and_outputs_are_asked_for():
+    class Doubling(nn.Module):
+        def forward(self, x):
+            return x.mul(2)
+
+    model = Doubling()
+    with hl.capture(model, "/mul", "") as record:
+        model(X)
+        model(X)
+        assert not record._tracer.running
+    assert [len(record.calls(place)) for place in ("/mul", "")] == [2, 2]

@@ -576,3 +576,27 @@ def test_where_nothing_requires_grad_that_is_the_reason_in_a_region_too(reentran
         run(model, X)
     with pytest.raises(hl.GradientNotAvailable, match="did not require grad"):
         record[f"0:{port}"]
+
+
+def test_calls_that_a_backward_runs_again_by_itself_repeat_the_last_ones_in_each_backward():
+    model, seen = nn.Linear(3, 3), []
+
+    class RunsAgain(torch.autograd.Function):
+        """Calls the model in its backward only, as no checkpoint does."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            model(X), model(X)
+            return grad
+
+    with hl.hook(model, "", lambda value, call: seen.append((call.index, call.recomputed))):
+        for _ in range(3):
+            model(X)
+        for _ in range(2):
+            RunsAgain.apply(X.clone().requires_grad_()).sum().backward()
+    first = [(0, False), (1, False), (2, False)]
+    assert seen == first + [(2, True), (1, True)] * 2

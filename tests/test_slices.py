@@ -546,3 +546,10 @@ def test_a_call_whose_function_raised_is_told_beside_one_that_was_kept(where):
     assert missing is None
     with pytest.raises(hl.NotCaptured, match="raised LookupError: bad"):
         record[where, 1]
+
+
+def test_an_index_without_dimensions_has_a_text():
+    model = nn.Identity()
+    with hl.capture(model, "", at=()) as record:
+        model(torch.ones(2))
+    assert record.slicing("") == ("()", False)

@@ -139,3 +139,11 @@ def test_a_stop_is_swallowed_by_a_capture_that_was_removed_inside_its_block():
             context.remove()
     assert record["0"].shape == (1, 2)
     assert_clean(model)
+
+
+def test_an_input_without_the_part_that_is_asked_for_does_not_end_the_forward():
+    model, reached = nn.Sequential(nn.Identity(), nn.Identity()), []
+    model[1].register_forward_hook(lambda *given: reached.append(1))
+    with pytest.raises(hl.NeverFired), hl.capture(model, "0:inputs[nothing]", stop=True):
+        model(torch.ones(2))
+    assert reached
