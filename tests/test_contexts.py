@@ -967,4 +967,4 @@ def test_a_glob_with_one_match_names_no_others_in_its_error():
     model = OneOfTwo()
     with pytest.raises(hl.NeverFired) as never, hl.capture(model, "unus*"):
         model(torch.ones(2, 3))
-    assert "nor any other" not in str(never.value)
+    assert "nor any other of the" not in str(never.value)
