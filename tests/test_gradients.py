@@ -905,3 +905,29 @@ def test_an_attached_gradient_that_was_changed_is_refused_on_read(nested):
         gradient.zero_()
     with pytest.raises(hl.ValueChanged, match="changed in place"):
         record["0:grad_output"]
+
+
+def test_a_leaf_that_is_a_view_has_its_gradients_though_it_is_changed_in_place():
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)[:2].requires_grad_()
+    with hl.edit(x, ":grad", lambda grad: grad * 0), hl.capture(model, ":grad_input") as record:
+        for _ in range(3):
+            x.grad = None
+            model(x).sum().backward()
+            assert not x.grad.any()
+            with torch.no_grad():
+                x.sub_(1)
+    expected = torch.ones(2, 4) @ model.weight.detach()
+    assert len(record.calls(":grad_input")) == 3
+    for gradient in record.calls(":grad_input"):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_an_output_that_a_prepended_hook_has_replaced_is_not_taken_for_a_new_one():
+    model = nn.Sequential(nn.Linear(3, 3))
+    older = torch.randn(2, 3, requires_grad=True) * 1
+    with hl.capture(model, "0:grad_output") as record:
+        handle = model[0].register_forward_hook(lambda *given: older, prepend=True)
+        (model(torch.randn(2, 3)).sum() + 5 * older.sum()).backward()
+        handle.remove()
+    with pytest.raises(hl.GradientNotAvailable, match="had before"):
+        record["0:grad_output"]

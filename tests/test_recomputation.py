@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -600,3 +601,63 @@ def test_calls_that_a_backward_runs_again_by_itself_repeat_the_last_ones_in_each
             RunsAgain.apply(X.clone().requires_grad_()).sum().backward()
     first = [(0, False), (1, False), (2, False)]
     assert seen == first + [(2, True), (1, True)] * 2
+
+
+class Recursive(nn.Module):
+    """Calls itself once, so that the inner call ends first."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x, depth=0):
+        x = self.inner(x)
+        return self(x, 1) * 1.5 if depth == 0 else x * x
+
+
+@modes
+def test_a_recursive_module_in_a_region_keeps_the_numbers_of_its_calls(mode):
+    model = Recursive()
+
+    def observe(run):
+        x = X.clone().requires_grad_()
+        with hl.edit(model, "", torch.sin, calls=0):
+            run(model, x).sum().backward()
+        with hl.capture(model, ":grad_input", ":grad_output") as record:
+            run(model, x).sum().backward()
+        return [x.grad, *record.calls(":grad_input"), *record.calls(":grad_output")]
+
+    for found, expected in zip(observe(run_in(mode)), observe(without_checkpoint), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@modes
+def test_a_recomputation_that_ends_early_keeps_nothing_alive_after_the_backward(mode):
+    model, alive = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), []
+
+    class Watched(nn.Module):
+        def forward(self, x):
+            y = x * 1
+            alive.append(weakref.ref(y))
+            return model(y)
+
+    watched = Watched()
+    with hl.capture(model, "0:grad_input", "1:grad_input"):
+        run_in(mode)(watched, X.clone().requires_grad_()).sum().backward()
+        gc.collect()
+        assert not any(tensor() is not None for tensor in alive)
+
+
+def test_an_edit_in_a_region_is_not_kept_waiting_by_another_context():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.b(checkpoint(self.a, x, use_reentrant=False).relu())
+
+    model = Nested()
+    with hl.capture(model, "b:input"), hl.edit(model, "a:grad_output", lambda grad: grad * 1):
+        checkpoint(model, X.clone().requires_grad_(), use_reentrant=False).sum().backward()
+    assert_clean(model)

@@ -257,7 +257,8 @@ class _Replacement:
     def new_called(self) -> None:
         """Remember a call of the new module that a checkpointed region may run again."""
         if self.numbers.repeated(self.new) is None:
-            self.numbers.remember(self.new, self.numbers.end(self.new), changing=False)
+            self.numbers.end(self.new)
+            self.numbers.remember(self.new, changing=False)
 
 
 class replace_module(_PutsBack):

@@ -12,22 +12,15 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import nullcontext
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 from hookline.engine.calls import Subject
-from hookline.engine.checkpointing import Regions, may_run_again
+from hookline.engine.checkpointing import FirstRun, Regions, may_run_again
 from hookline.torch_private import backward_id
 
-__all__ = ["CallNumbers", "Repeated"]
+__all__ = ["CallNumbers"]
 
 _NEVER = -1  # no backward has this id
-
-
-class Repeated(NamedTuple):
-    """The call that a recomputed call repeats."""
-
-    number: int
-    had_graph: bool  # whether it ran with gradients: then its graph is the one in use
 
 
 class CallNumbers:
@@ -54,8 +47,8 @@ class CallNumbers:
             self._inside[subject] += 1
         return number
 
-    def repeated(self, subject: Subject) -> Repeated | None:
-        """Return which call a backward runs again now; None for a new call.
+    def repeated(self, subject: Subject) -> FirstRun | None:
+        """Return the first run of a call that a backward runs again now; None for a new call.
 
         A module that never ran outside of a backward (in a custom one, say) does not run again.
         Where the region is not known, the last call is taken to come first.
@@ -66,18 +59,19 @@ class CallNumbers:
         if subject in self._regions:
             known = self._regions[subject].next_repeated()
             if known is not None:
-                return Repeated(*known)
+                return known
         last, count = self._recomputed.get(subject, (_NEVER, 0))
         count = count + 1 if last == task else 1
         self._recomputed[subject] = task, count
-        return Repeated(max(self.completed[subject] - count, 0), True)
+        return FirstRun(max(self.completed[subject] - count, 0))
 
-    def remember(self, subject: Subject, number: int, changing: bool) -> None:
-        """Remember a call that a backward may run again; see `Regions.note`."""
-        if may_run_again():
-            if subject not in self._regions:
-                self._regions[subject] = Regions()
-            self._regions[subject].note(number, changing)
+    def remember(self, subject: Subject, changing: bool) -> FirstRun | None:
+        """Remember a call that begins, if a backward may run it again; see `Regions.note`."""
+        if not may_run_again():
+            return None
+        if subject not in self._regions:
+            self._regions.setdefault(subject, Regions())
+        return self._regions[subject].note(changing)
 
     def is_recomputing(self, subject: Subject) -> bool:
         """Return True if a call is run again now, in this thread."""

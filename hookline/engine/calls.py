@@ -19,6 +19,7 @@ from hookline.engine.module_hooks import SERIALS
 from hookline.places.grammar import Place
 
 if TYPE_CHECKING:
+    from hookline.engine.checkpointing import FirstRun
     from hookline.engine.generation import Step
     from hookline.engine.handlers import Handler
 
@@ -40,20 +41,8 @@ class RunningCall:
     """
 
     __slots__ = (
-        "args",
-        "edges",
-        "frame",
-        "given",
-        "graph_discarded",
-        "kwargs",
-        "number",
-        "pending",
-        "positional",
-        "recomputed",
-        "sequence",
-        "simple",
-        "step",
-        "subject",
+        "args", "edges", "first_run", "frame", "given", "graph_discarded", "kwargs", "number",
+        "pending", "positional", "recomputed", "sequence", "simple", "step", "subject",
     )  # fmt: skip
 
     def __init__(self, subject: Subject, frame: types.FrameType | None) -> None:
@@ -65,6 +54,7 @@ class RunningCall:
         self.recomputed = False
         # Of a recomputed call: whether the first run made the graph in use, not this one.
         self.graph_discarded = False
+        self.first_run: FirstRun | None = None  # what checkpointed regions remember of it
         self.simple = False  # whether the shortcut for gradients takes it
         self.step: Step | None = None  # of a generation, where calls are chosen by it
         self.positional = 0  # how many arguments were passed by position

@@ -1,13 +1,14 @@
 """Activation checkpointing: find out which call a backward runs again.
 
 - `Regions`: the calls of one module inside checkpointed regions, and which of them runs again
+- `FirstRun`: one of these calls
 - `may_run_again()`: True if a backward may run again what runs now
 - `around_region(frame)`: the ids of the running modules, if torch saves for a checkpoint now
 - `running_modules(frame)`: the ids of the running modules
 - `undone_too_early(what)`: the error if a region will run again when a change in it is undone
 
 A module inside a region is called twice: in the forward and, with the same values and in the same
-order, in the backward. A call is noted for its regions when it ends (`note`); a call inside a
+order, in the backward. A call is noted for its regions when it begins (`note`); a call inside a
 backward gets the number of the one that it repeats (`next_repeated`). A non-reentrant region makes
 its graph in the forward, where its gradients are hooked, and torch ends its recomputation early, so
 that the last calls may not come again. A reentrant region runs without gradients in the forward;
@@ -42,7 +43,14 @@ from hookline.torch_private import (
     saved_tensor_hooks_set_aside,
 )
 
-__all__ = ["Regions", "around_region", "may_run_again", "running_modules", "undone_too_early"]
+__all__ = [
+    "FirstRun",
+    "Regions",
+    "around_region",
+    "may_run_again",
+    "running_modules",
+    "undone_too_early",
+]
 
 
 def may_run_again() -> bool:
@@ -53,39 +61,50 @@ def may_run_again() -> bool:
     return not torch.is_grad_enabled() or saved_tensor_hooks(True) is not None
 
 
+class FirstRun:
+    """A call in a checkpointed region, which a backward may run again."""
+
+    __slots__ = ("had_graph", "number")
+
+    def __init__(self, number: int | None = None, had_graph: bool = True) -> None:
+        self.number = number  # None until the call is complete
+        self.had_graph = (
+            had_graph  # whether it ran with gradients: then its graph is the one in use
+        )
+
+
 class Regions:
     """The calls of one module inside checkpointed regions, and which of them runs again."""
 
     def __init__(self) -> None:
-        # The numbers of the calls in each region, and whether they ran with gradients.
-        self._calls: WeakKeyDictionary[Any, list[tuple[int, bool]]] = WeakKeyDictionary()
+        # The calls in each region, in the order in which they began, as in the recomputation.
+        self._calls: WeakKeyDictionary[Any, list[FirstRun]] = WeakKeyDictionary()
         # Of each region that was recomputed: in which backward, and how many calls of it.
         self._progress: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         # Whether a region began inside a call: the recomputation passes by the module itself.
         self._began_inside = False
 
-    def note(self, number: int, changing: bool) -> None:
-        """Remember a call for the regions in which it runs.
+    def note(self, changing: bool) -> FirstRun:
+        """Remember a call that begins, for the regions in which it runs.
 
         `changing` is true if the call may be changed, perhaps by an operation inside it.
         """
-        call = number, torch.is_grad_enabled()
+        call = FirstRun(had_graph=torch.is_grad_enabled())
         for region in [region for region, recomputing in _running_regions() if not recomputing]:
             self._calls.setdefault(region, []).append(call)
         if changing and not self._began_inside:
             self._began_inside = any(map(_will_run, _running_regions(within=True)))
+        return call
 
     def gives_graph_later(self, number: int) -> bool:
         """Return True if a call ran without a graph, which its recomputation makes."""
         # Of the kinds of regions, only the `ctx` of an autograd function has next nodes.
-        again = [calls for r, calls in self._calls.items() if getattr(r, "next_functions", ())]
-        return any((number, False) in calls for calls in again)
+        known = list(self._calls.items())  # other threads may add to it
+        again = [calls for region, calls in known if getattr(region, "next_functions", ())]
+        return any(one.number == number and not one.had_graph for calls in again for one in calls)
 
-    def next_repeated(self) -> tuple[int, bool] | None:
-        """Count a call that a backward runs again; return the call that it repeats.
-
-        That is its number, and whether it ran with gradients; None if no region is known.
-        """
+    def next_repeated(self) -> FirstRun | None:
+        """Count a call that a backward runs again; return its first run, if the region is known."""
         task = backward_id()
         for region, recomputing in reversed(_running_regions()):
             if recomputing and region in self._calls:
@@ -103,9 +122,10 @@ class Regions:
     def has_pending(self) -> bool:
         """Return True if a region that may run again has not done so."""
         # torch ends a recomputation early: the module may not have been called again.
-        done = {id(region) for region in self._calls if getattr(region, "is_recomputed", None)}
+        known = list(self._calls)  # other threads may add to it
+        done = {id(region) for region in known if getattr(region, "is_recomputed", None)}
         return self._began_inside or any(
-            region not in self._progress and id(region) not in done for region in self._calls
+            region not in self._progress and id(region) not in done for region in known
         )
 
 

@@ -134,7 +134,7 @@ def watch_tensor(handler: Handler, tensor: Tensor | None) -> None:
         handler.explain(0, *NOT_ASKED)
         return
     hook = GradientHook.of(handler, -1)
-    if is_view(tensor):
+    if is_view(tensor) and not tensor.is_leaf:
         handler.watch_memory(hook, tensor)
     handler.tensor_hooks.put(tensor, hook.at_tensor)
 

@@ -220,7 +220,8 @@ def _refuse_moved(noted: _InputNotes, tensors: list[Tensor], number: int) -> Non
     returned = {_edge(tensor) for tensor in tensors}
     for edge, argument in list(noted.wanted.items()):
         # Of a view that was changed in place, only what came before it leads to the old node.
-        moved = is_view(argument.tensor) and argument.tensor.grad_fn is not edge[0]
+        tensor = argument.tensor
+        moved = is_view(tensor) and not tensor.is_leaf and tensor.grad_fn is not edge[0]
         if moved or edge in returned:
             del noted.wanted[edge]
             for path in noted.own(argument.paths):

@@ -45,8 +45,10 @@ from hookline.engine.operations import Operation
 from hookline.engine.tensor_hooks import TensorHooks
 from hookline.places.grammar import INPUT_PORTS, is_gradient
 from hookline.torch_private import (
+    at_backward_end,
     backward_id,
     forward_hooks_of,
+    global_forward_hooks,
     next_sequence_number,
     outside_graphs,
 )
@@ -81,6 +83,7 @@ class Tracer(ModuleHooks):
         # Calls that run.
         self.running: dict[Any, RunningCall] = {}
         self.deepest = 0  # how many ran at once
+        self.backward = -1  # the last backward that ran calls again
         self.late: Any = make_log(keep)  # the inputs of calls that raised
         self.numbers = CallNumbers(shared=owner is None)
         self.foreign: dict[Subject, int] = defaultdict(int)  # calls of other threads and tasks
@@ -234,8 +237,11 @@ class Tracer(ModuleHooks):
         if kwargs is None or not (self.owner in active() or self._is_own_recomputation(module)):
             return None
         call = RunningCall(id(module), sys._getframe(1))
-        if len(self.running) > self.deepest:
-            self._drop_raised()
+        if self.running:
+            outermost = next(iter(self.running.values()), call)
+            # A module that is called again, after a call that raised, say, lets that go.
+            if outermost.subject == call.subject or len(self.running) > self.deepest:
+                self.drop_raised()
         self.running[call.frame] = call
         if plan.simple and _is_simple_call(module):
             call.given = gradients.note_given(args, kwargs)
@@ -290,11 +296,14 @@ class Tracer(ModuleHooks):
                 self._end_simple(plan, call.subject, frame, output, call)
                 return None
         else:
-            if plan.simple and _is_simple_call(module):
+            if plan.simple and _is_simple_call(module) and not global_forward_hooks:
                 self._end_simple(plan, id(module), frame, output)
                 return None
             call = RunningCall(id(module), frame)
-            self.begin(plan, call, module, args, kwargs, 0)
+            # What hooks return that run before this one may be older than the call.
+            first = next(iter(forward_hooks_of(module)), None) == self.key
+            owned = first and not global_forward_hooks
+            self.begin(plan, call, module, args, kwargs, 0 if owned else next_sequence_number())
         call.args, call.kwargs = args, kwargs
         return self.end(plan, call, output)
 
@@ -311,16 +320,11 @@ class Tracer(ModuleHooks):
     ) -> tuple[Any, Any] | None:
         """Begin a call of a module or a torch function; return its arguments, if they changed.
 
-        It is called before the call runs; or after it, with `sequence=0`, for a plan that is not
-        needs_start: of such a call nothing had to be known before, and all its nodes count as new.
+        It is called before the call runs; or after it, for a plan that does not need the start.
+        Then `sequence` says from which autograd node on all count as made by the call: 0 for any.
         """
         subject = call.subject
-        repeated = self.numbers.repeated(subject)
-        if repeated is None:
-            call.number = self.numbers.completed[subject] + self._depth(call)
-        else:
-            call.recomputed = True
-            call.number, call.graph_discarded = repeated
+        self._identify(plan, call)
         call.positional = len(args)
         if self.generation is not None:
             module = owner if isinstance(owner, nn.Module) else self.places.located(subject)[1]
@@ -401,14 +405,31 @@ class Tracer(ModuleHooks):
                 input_gradients.note_simple_input(handler, call)
                 input_gradients.watch_inputs(handler, output, call)
 
+    def _identify(self, plan: Plan, call: RunningCall) -> None:
+        """Find out which call begins: a new one, or one that a backward runs again."""
+        subject = call.subject
+        repeated = self.numbers.repeated(subject)
+        if repeated is None:
+            call.number = self.numbers.completed[subject] + self._depth(call)
+        else:
+            call.recomputed, call.graph_discarded = True, repeated.had_graph
+            call.number = self.numbers.completed[subject]  # if the first run raised
+            if repeated.number is not None:
+                call.number = repeated.number
+            self._drop_at_backward_end()
+        if plan.remembers:
+            call.first_run = self.numbers.remember(subject, bool(plan.inputs or plan.outputs))
+            if call.recomputed and call.first_run is not None:  # another region may repeat it
+                call.first_run.number = call.number
+
     def _number(self, plan: Plan, call: RunningCall) -> None:
         """Number a complete call."""
         if not call.recomputed:
             call.number = self.numbers.end(call.subject)
             if plan.remembers and call.step is not None:
                 self.steps[call.subject].note(call.number, call.step)
-        if plan.remembers:
-            self.numbers.remember(call.subject, call.number, bool(plan.inputs or plan.outputs))
+        if call.first_run is not None:
+            call.first_run.number = call.number
 
     def _is_own_recomputation(self, module: nn.Module) -> bool:
         """Return True if another thread runs a call of this context again, for its backward.
@@ -433,11 +454,18 @@ class Tracer(ModuleHooks):
         """Return how many other calls of the same subject run."""
         calls = [*self.running.values()]
         if any(one.subject == call.subject and one is not call for one in calls):
-            self._drop_raised()
+            self.drop_raised()
             calls = [*self.running.values()]
         return sum([one.subject == call.subject and one is not call for one in calls])
 
-    def _drop_raised(self) -> None:
+    def _drop_at_backward_end(self) -> None:
+        """Set calls aside that torch ends early, as it recomputes no more than it needs."""
+        task = backward_id()
+        if task != self.backward:
+            self.backward, ref = task, self.ref
+            at_backward_end(lambda: _drop_raised_of(ref()))
+
+    def drop_raised(self) -> None:
         """Set calls aside that raised."""
         for key, call in [*self.running.items()]:
             # Another thread may have ended the call meanwhile: then it is no longer there.
@@ -732,6 +760,11 @@ class Tracer(ModuleHooks):
         self.places.close()
         self.plans = {}
         self.slots = {ident: (slot, None) for ident, (slot, _) in self.slots.items()}
+
+
+def _drop_raised_of(tracer: Tracer | None) -> None:
+    if tracer is not None:
+        tracer.drop_raised()
 
 
 def _is_simple_call(module: nn.Module) -> bool:
