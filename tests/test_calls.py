@@ -462,3 +462,24 @@ def test_a_call_equals_itself_only():
         model(torch.ones(1)), model(torch.ones(1))
     first, second = calls
     assert (first == first, first == second, first == 0) == (True, False, False)
+
+
+def test_inputs_of_calls_that_raised_are_kept_beside_those_of_the_others():
+    model = nn.Sequential(Failing(1))
+    inputs = [torch.full((2,), float(n)) for n in range(3)]
+    with hl.capture(model, "0:input") as record:
+        for x in inputs:
+            with contextlib.suppress(ValueError):
+                model(x)
+    kept = [float(value[0]) for value in record.calls("0:input")]
+    assert kept == [1.0, 2.0, 0.0]  # complete calls come first
+
+
+def test_an_edit_of_some_calls_may_name_a_parameter_beside_a_module():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    x, outputs = torch.ones(1, 2), []
+    plain = model(x)
+    with hl.edit(model, ["0", "0.weight"], hl.scale(2.0), calls=1):
+        outputs = [model(x), model(x), model(x)]
+    for output, factor in zip(outputs, (2, 4, 2), strict=True):
+        torch.testing.assert_close(output, plain * factor)
