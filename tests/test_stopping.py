@@ -147,3 +147,12 @@ def test_an_input_without_the_part_that_is_asked_for_does_not_end_the_forward():
     with pytest.raises(hl.NeverFired), hl.capture(model, "0:inputs[nothing]", stop=True):
         model(torch.ones(2))
     assert reached
+
+
+@pytest.mark.parametrize("place", ["0", "0:input"])
+def test_a_value_that_the_slice_does_not_fit_does_not_end_the_forward(place):
+    model, reached = nn.Sequential(nn.Identity(), nn.Identity()), []
+    model[1].register_forward_hook(lambda *given: reached.append(1))
+    with pytest.raises(hl.NeverFired), hl.capture(model, place, at=9, stop=True):
+        model(torch.ones(2))
+    assert reached
