@@ -190,6 +190,7 @@ def test_the_last_nested_value_is_kept_beside_what_stays_in_the_graph(make, deta
     for place in expected.places():
         found = [tensor for _, tensor in leaves(record[place])]
         torch.testing.assert_close(found, [tensor for _, tensor in leaves(expected[place])])
+    assert record["0"].requires_grad is not detach
     assert_clean(model)
 
 

@@ -931,3 +931,15 @@ def test_an_output_that_a_prepended_hook_has_replaced_is_not_taken_for_a_new_one
         handle.remove()
     with pytest.raises(hl.GradientNotAvailable, match="had before"):
         record["0:grad_output"]
+
+
+@pytest.mark.parametrize("make", [lambda x: (x * 2).view(-1), lambda x: x.view(-1)])
+def test_a_gradient_that_came_is_not_lost_if_the_view_is_changed_afterwards(make):
+    model = nn.Sequential(Giving(lambda x: x * 3), Giving(make))
+    with hl.capture(model, "1:grad_output", "1:grad_input") as record:
+        out = model(torch.ones(2, 2, requires_grad=True))
+        out.square().sum().backward()
+        with torch.no_grad():
+            expected = 2 * out
+            out.zero_()
+    assert torch.equal(record["1:grad_output"], expected)
