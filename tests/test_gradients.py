@@ -943,3 +943,16 @@ def test_a_gradient_that_came_is_not_lost_if_the_view_is_changed_afterwards(make
             expected = 2 * out
             out.zero_()
     assert torch.equal(record["1:grad_output"], expected)
+
+
+def test_a_gradient_is_never_cut_out_of_one_of_another_dtype():
+    def make(x):
+        return torch.view_as_real(torch.complex(x, x) * 1)
+
+    model = nn.Sequential(Giving(make))
+    with hl.capture(model, "0:grad_output") as record:
+        out = model(torch.ones(2, 2, requires_grad=True))
+        out.mul_(2)
+        out.square().sum().backward()
+    with pytest.raises(hl.GradientNotAvailable, match="changed in place later"):
+        record["0:grad_output"]

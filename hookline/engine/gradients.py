@@ -213,13 +213,13 @@ def watch_outputs(handler: Handler, value: Any, output: Any, call: RunningCall) 
     for tensor, paths in found:
         mixed = id(tensor) in reused or (handler.replaces and id(tensor) in several)
         for path in paths if handler.replaces else paths[:1]:
-            new = _watch_output(handler, tensor, path, mixed, call, output)
+            new = _hook_or_gate(handler, tensor, path, mixed, call, output)
             if new is not tensor:
                 value = set_part(value, path, new)
     return value
 
 
-def _watch_output(
+def _hook_or_gate(
     handler: Handler, tensor: Tensor, path: Path, mixed: bool, call: RunningCall, output: Any
 ) -> Tensor:
     """Hook one tensor of an output, or put a gate in its place.

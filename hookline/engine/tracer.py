@@ -445,9 +445,9 @@ class Tracer(ModuleHooks):
 
         Then the backward that runs it now runs a call again.
         """
-        events = [*self.events]
-        self.outside |= {event[0] for event in events[self.searched :] if event[2] is not INSIDE}
-        self.searched = len(events) if self.keep == "all" else 0
+        new = self.events[self.searched :] if self.keep == "all" else [*self.events]
+        self.outside |= {event[0] for event in new if event[2] is not INSIDE}
+        self.searched += len(new) if self.keep == "all" else 0
         return subject in self.outside
 
     def _depth(self, call: RunningCall) -> int:
