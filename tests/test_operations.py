@@ -284,10 +284,14 @@ def test_operators_have_torchs_names(name):
 
 
 REFLECTED = {
-    "div": lambda x: 2 / x, "pow": lambda x: 2**x, "floor_divide": lambda x: 2 // x,
-    "remainder": lambda x: 2 % x, "bitwise_not": lambda x: ~(x > 1), "bitwise_or":
-    lambda x: (x > 1) | (x < 0), "bitwise_xor": lambda x: (x > 1) ^ (x < 2),
-}  # fmt: skip
+    "div": lambda x: 2 / x,
+    "pow": lambda x: 2**x,
+    "floor_divide": lambda x: 2 // x,
+    "remainder": lambda x: 2 % x,
+    "bitwise_not": lambda x: ~(x > 1),
+    "bitwise_or": lambda x: (x > 1) | (x < 0),
+    "bitwise_xor": lambda x: (x > 1) ^ (x < 2),
+}
 
 
 @pytest.mark.parametrize("name", REFLECTED)

@@ -1,6 +1,7 @@
 """preserve restores parameters, buffers and attributes."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -430,3 +431,17 @@ def test_preserve_fills_freed_memory_that_several_buffers_share():
     assert model.late.tolist() == [6, 7, 8]
     assert model.early.tolist() == [0, 1, 2]
     assert memory.untyped_storage().nbytes() == 40
+
+
+def test_an_attached_preservation_outlives_calls_though_nobody_holds_it():
+    model = nn.Sequential(nn.Linear(2, 2))
+    before = model[0].weight.detach().clone()
+    hl.preserve(model).attach()
+    for _ in range(2):
+        model(torch.ones(1, 2))
+        gc.collect()
+    (handle,) = hl.attached(model)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    handle.remove()
+    assert torch.equal(model[0].weight, before)
