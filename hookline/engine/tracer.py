@@ -23,6 +23,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Collection
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -300,12 +301,17 @@ class Tracer(ModuleHooks):
                 self._end_simple(plan, id(module), frame, output)
                 return None
             call = RunningCall(id(module), frame)
-            # What hooks return that run before this one may be older than the call.
-            first = next(iter(forward_hooks_of(module)), None) == self.key
-            owned = first and not global_forward_hooks
-            self.begin(plan, call, module, args, kwargs, 0 if owned else next_sequence_number())
+            start = next_sequence_number() if self._may_be_replaced(module) else 0
+            self.begin(plan, call, module, args, kwargs, start)
         call.args, call.kwargs = args, kwargs
         return self.end(plan, call, output)
+
+    def _may_be_replaced(self, module: nn.Module) -> bool:
+        """Return True if a hook of somebody else's may have replaced an output before."""
+        hooks = [*forward_hooks_of(module).items()]  # other threads may add to it
+        before = [hook for _, hook in takewhile(lambda item: item[0] != self.key, hooks)]
+        ours = all(isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in before)
+        return bool(global_forward_hooks) or not ours
 
     # -- calls ----------------------------------------------------------------------------------
 
