@@ -115,7 +115,7 @@ class capture(Context):
 
     @property
     def record(self) -> Record:
-        """What was captured since the last entering."""
+        """The values captured since the capture was last entered."""
         if self._record is None:
             asked = "The record of a capture was asked for."
             remedy = "Use it in a `with` statement, or call .attach()."

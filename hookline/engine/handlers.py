@@ -65,7 +65,7 @@ class Handler:
 
     @property
     def subject(self) -> Subject:
-        """What the values at the place belong to."""
+        """The module, operation or tensor that the values at the place belong to."""
         return self.ask.subject_at(self.target.ident)
 
     @property
